@@ -16,7 +16,7 @@ from benchmarks.figures.draw import Picture, bars
 from fullshard import MixedPrecisionPolicy, fully_shard
 from fullshard.layout import FlatLayout, ShardLayout
 from fullshard.observe import record
-from fullshard.policy import resolve_precision
+from fullshard.policy import Wanted, resolve_precision
 
 RANKS = ("blue", "orange", "green", "purple")
 
@@ -301,8 +301,8 @@ def precision() -> Picture:
     half, single = torch.bfloat16, torch.float32
     policies = [
         ("float32 throughout", MixedPrecisionPolicy(), single),
-        ("param_dtype=bf16, reduce_dtype=fp32", MixedPrecisionPolicy(half, single), single),
         ("param_dtype=bf16", MixedPrecisionPolicy(half), single),
+        ("param_dtype=bf16, reduce_dtype=bf16", MixedPrecisionPolicy(half, half), single),
         ("a bfloat16 model, reduce_dtype=fp32", MixedPrecisionPolicy(reduce_dtype=single), half),
     ]
     stages = [
@@ -311,7 +311,7 @@ def precision() -> Picture:
         ("wire", "exchanged"),
         ("reduce", "accumulated"),
         ("sum", "added in"),
-        ("storage", ".grad"),
+        ("gradient", ".grad"),
     ]
     picture = Picture(760, 84 + 40 * len(policies), "Dtypes of a parameter and of its gradient, by policy")
     picture.text(16, 26, "Dtypes of a parameter and of its gradient, by policy", bold=True, size=15)
@@ -321,7 +321,7 @@ def precision() -> Picture:
     for row, (name, policy, storage) in enumerate(policies):
         y = 62 + 40 * row
         picture.text(250, y + 20, name, at="end", size=12)
-        found = resolve_precision(policy, storage)
+        found = resolve_precision(Wanted(policy.param_dtype, policy.reduce_dtype), storage)
         for number, (field, _) in enumerate(stages):
             dtype: torch.dtype = getattr(found, field)
             x = 262 + 82 * number

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import pytest
@@ -36,6 +36,12 @@ class Implementation:
     @property
     def MixedPrecisionPolicy(self) -> Callable[..., Any]:
         return self.namespace.MixedPrecisionPolicy
+
+    def reduces_in(self, compute: torch.dtype, storage: torch.dtype) -> torch.dtype:
+        """What `reduce_dtype=None` means: from torch 2.15 on the dtype of the parameters, before that of compute. The
+        field that came with the change tells which."""
+        named = {field.name for field in fields(self.namespace.MixedPrecisionPolicy)}
+        return storage if "param_dtype_override_fn" in named else compute
 
     def __repr__(self) -> str:
         return self.name

@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 import fullshard
-from fullshard.policy import resolve_precision
+from fullshard.policy import Wanted, resolve_precision
 from tests.harness.models import Trained, adamw, assert_close_to_tensor_max, assert_same_training, collect
 from tests.harness.random_models import POLICIES, ModelSpec, build, loss, shard, unit_names
 
@@ -41,7 +41,8 @@ class Oracle:
         self.optimizer = adamw(self.model.parameters(), watched=False)
         # Of the last step, by parameter: the largest element of any rank's gradient of one micro-batch.
         self.largest: dict[str, float] = {}
-        self.precision = resolve_precision(POLICIES[spec.policy], spec.storage)
+        policy = POLICIES[spec.policy]
+        self.precision = resolve_precision(Wanted(policy.param_dtype, policy.reduce_dtype), spec.storage)
         self.compute = copy.deepcopy(self.model).to(self.precision.compute)
         # In how many eps of the storage dtype gradients may differ because they were accumulated in a narrower dtype:
         # in which order that rounds is not part of the contract.

@@ -55,7 +55,8 @@ class BlockSpec:
 
 POLICIES: dict[str, MixedPrecisionPolicy] = {
     "none": MixedPrecisionPolicy(),
-    "bf16": MixedPrecisionPolicy(torch.bfloat16),
+    "bf16": MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16),
+    "bf16_reduced_as_stored": MixedPrecisionPolicy(torch.bfloat16),
     "bf16_reduced_in_fp32": MixedPrecisionPolicy(torch.bfloat16, torch.float32),
     "fp32_reduced_in_bf16": MixedPrecisionPolicy(None, torch.bfloat16),
     "reduced_in_fp64": MixedPrecisionPolicy(None, torch.float64),

@@ -72,7 +72,7 @@ def test_the_fields_of_a_policy(policy: dict[str, Any], impl: Implementation) ->
     """What computes, leaves and comes back has the dtypes that were asked for; one step is that of plain modules in
     these dtypes."""
     compute = policy.get("param_dtype") or F32
-    reduce = policy.get("reduce_dtype") or compute
+    reduce = policy.get("reduce_dtype") or impl.reduces_in(compute, F32)
     casts = policy.get("cast_forward_inputs", True) and "param_dtype" in policy
     reference = layers().to(compute)
     outputs, total = [], [torch.zeros(p.shape, dtype=reduce) for p in reference.parameters()]

@@ -27,6 +27,7 @@
     group, distributed_c10d._world.pg_names
     tensor._post_accumulate_grad_hooks,         the engine runs the hooks of sharded parameters         2.13
     ._backward_hooks
+    tensor._has_grad_dtype_override             a grad_dtype that was set to the tensor's own dtype     2.15 on
     tensor._version, ._base                     detect writes; find the base of a view                  2.13
     Tensor._dtensor__new__                      a DTensor subclass with a shape and no data             2.13
                                                 (PendingGrad)
@@ -76,6 +77,7 @@ from torch.distributed.fsdp import UnshardHandle as TorchUnshardHandle
 from .autograd import (
     base_of,
     current_backward,
+    grad_dtype_of,
     gradient_versions,
     hand_over_hooks,
     in_transform,
@@ -186,6 +188,7 @@ __all__ = [
     "dtensor_without_data",
     "fake_group",
     "flattened_axes",
+    "grad_dtype_of",
     "gradient_versions",
     "hand_over_hooks",
     "in_transform",

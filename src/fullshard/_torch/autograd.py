@@ -6,7 +6,7 @@ import operator
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
@@ -36,6 +36,15 @@ version_of: Callable[[Tensor], int] = operator.attrgetter("_version")
 post_accumulate_grad_hooks: Callable[[Tensor], dict[int, Callable[[Tensor], None]] | None] = operator.attrgetter(
     "_post_accumulate_grad_hooks"
 )
+
+
+def grad_dtype_of(parameter: Tensor) -> torch.dtype | Literal["unset", "any"]:
+    """The `grad_dtype` that was set on a leaf: "any" for None. Before torch 2.15 one that is the tensor's own dtype
+    cannot be told from none."""
+    found = parameter.grad_dtype
+    if not getattr(parameter, "_has_grad_dtype_override", found != parameter.dtype):
+        return "unset"
+    return "any" if found is None else found
 
 
 def keeps_graph() -> bool:

@@ -60,8 +60,18 @@ def take_spec(parameter: Tensor, other: Tensor) -> None:
 
 def dtensor_like(parameter: Tensor, local: Tensor) -> DTensor:
     """A DTensor with the spec of `parameter` and another local tensor: no checks, no communication, no copy."""
+    spec = cast(Any, parameter)._spec
+    if spec.tensor_meta.dtype is not local.dtype:
+        spec = _spec_in(spec, local.dtype)
     # Not `DTensor(...)`: its `__init__` does nothing but costs a compiler wrapper on every call.
-    return DTensor.__new__(DTensor, local, cast(Any, parameter)._spec, requires_grad=False)
+    return DTensor.__new__(DTensor, local, spec, requires_grad=False)
+
+
+def _spec_in(spec: DTensorSpec, dtype: torch.dtype) -> DTensorSpec:
+    """`spec` in another dtype."""
+    meta = spec.tensor_meta
+    assert meta is not None
+    return DTensorSpec(spec.mesh, spec.placements, tensor_meta=meta._replace(dtype=dtype))
 
 
 def settled(tensor: Tensor) -> Tensor:
@@ -70,10 +80,13 @@ def settled(tensor: Tensor) -> Tensor:
     return tensor if wait is None else cast(Tensor, wait())
 
 
-def dtensor_without_data(cls: type[DTensor], like: Tensor) -> DTensor:
-    """An instance of the DTensor subclass `cls` with the spec of `like` and a dummy local tensor."""
-    local = torch.zeros((), dtype=like.dtype, device=like.device).expand(local_of(like).shape)
-    made: DTensor = torch.Tensor._dtensor__new__(cls, local, cast(Any, like)._spec, requires_grad=False)
+def dtensor_without_data(cls: type[DTensor], like: Tensor, dtype: torch.dtype) -> DTensor:
+    """An instance of the DTensor subclass `cls` with the spec of `like` in `dtype`, and a dummy local tensor."""
+    local = torch.zeros((), dtype=dtype, device=like.device).expand(local_of(like).shape)
+    spec = cast(Any, like)._spec
+    if spec.tensor_meta.dtype is not dtype:
+        spec = _spec_in(spec, dtype)
+    made: DTensor = torch.Tensor._dtensor__new__(cls, local, spec, requires_grad=False)
     return made
 
 

@@ -230,6 +230,7 @@ def fully_shard(
             device=device,
             policy=mp_policy,
             reshard_after_forward=reshard,
+            reduce_default=options.reduce_default,
             note_values=guarded is not None and guarded.settings.mode == "full",
         )
         unit.settings.ignored_names = ignored_names(roots, ignored)

@@ -9,7 +9,7 @@ import logging
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
 import torch
@@ -23,8 +23,8 @@ from .._torch import applied_apis, refuse_distribution
 from ..engine import Unit, unit_of
 from ..engine.optimizer_steps import clean_name
 from ..param import Found, FullMesh, check_extension, check_own_mesh, has_extension, local_data
-from ..policy import resolve_offload
-from ..policy.arguments import expect_each, expect_flag
+from ..policy import MixedPrecisionPolicy, resolve_offload
+from ..policy.arguments import expect_callable, expect_each, expect_flag, expect_known_fields
 from . import validate
 
 # ---- validate --------------------------------------------------------------------------------------------------------
@@ -132,6 +132,10 @@ def check_kept(found: Iterable[Found], degree: int, dp_mesh_dims: Any) -> None:
             )
 
 
+# The fields of a policy that the engine reads. Another one that is set is an error, never ignored.
+_POLICY = tuple(field.name for field in fields(MixedPrecisionPolicy))
+
+
 def check_policies(mp_policy: Any, offload_policy: Any, shard_placement_fn: Any, dp_mesh_dims: Any) -> None:
     """Raise for policies of the wrong type, or unsupported ones."""
     for field in ("param_dtype", "reduce_dtype", "output_dtype", "cast_forward_inputs"):
@@ -145,6 +149,9 @@ def check_policies(mp_policy: Any, offload_policy: Any, shard_placement_fn: Any,
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
             raise ValueError(f"mp_policy.{field}: expected a floating-point torch.dtype or None, found {dtype!r}")
     expect_flag("mp_policy.cast_forward_inputs", mp_policy.cast_forward_inputs)
+    override = getattr(mp_policy, "param_dtype_override_fn", None)
+    expect_callable("mp_policy.param_dtype_override_fn", override, "a function of a parameter", or_none=True)
+    expect_known_fields("mp_policy", mp_policy, _POLICY)
     resolve_offload(offload_policy, "cpu")
     expect_flag("offload_policy.pin_memory", getattr(offload_policy, "pin_memory", False))
     if shard_placement_fn is not None and not callable(shard_placement_fn):
@@ -152,6 +159,8 @@ def check_policies(mp_policy: Any, offload_policy: Any, shard_placement_fn: Any,
             f"shard_placement_fn: expected a function of a parameter, found {shard_placement_fn!r}; "
             f"return Shard(dim) or None from it"
         )
+    if dp_mesh_dims is not None:
+        expect_known_fields("dp_mesh_dims", dp_mesh_dims, ("shard", "replicate"))
     if dp_mesh_dims is not None and not (hasattr(dp_mesh_dims, "shard") and hasattr(dp_mesh_dims, "replicate")):
         raise TypeError(
             f"dp_mesh_dims: expected a DataParallelMeshDims, found {dp_mesh_dims!r}; "
@@ -490,6 +499,8 @@ def place(
 def _answer(item: Found, default: DeviceMesh, answer: Any) -> tuple[int, DeviceMesh]:
     """(dim, mesh) of one parameter."""
     placement, mesh = answer, default
+    if hasattr(answer, "placement"):
+        expect_known_fields("shard_placement_fn", answer, ("placement", "mesh", "mesh_info"))
     if isinstance(answer, ShardPlacementResult):
         placement = answer.placement
         mesh = default if answer.mesh is None else _usable(item, answer.mesh, default)

@@ -422,7 +422,7 @@ def reduce_channel(
     if replicate is not None and replicate.world == 1 and not as_torch:
         replicate = None
     if group.world == 1 and replicate is None and controls.hook is None:
-        return LocalReduce(dtypes.storage, controls.divide_factor)
+        return LocalReduce(dtypes.gradient, controls.divide_factor)
     scale = resolve_scale(dtypes.reduce, links.ranks, controls.divide_factor, sum_only=controls.sum_only)
     after = AfterSum(replicate, scale, dtypes, controls.hook, controls.hook_stream, native=native)
     if controls.reduce_scatter is not None:

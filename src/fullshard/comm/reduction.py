@@ -1,7 +1,7 @@
 """A gradient reduction from its start to the shards: the interface, a single rank, several ranks, and replicas.
 
 `reduce.py` has the strategies for the first stage, the sum over the shard ranks. The later steps are here: partial sums
-of earlier backwards, the all-reduce over the replicas, a user's hook, the division, and the cast to the storage dtype.
+of earlier backwards, the all-reduce over the replicas, a user's hook, the division, and the cast to the gradient dtype.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Dtypes(NamedTuple):
     wire: torch.dtype
     reduce: torch.dtype
     sum: torch.dtype
-    storage: torch.dtype
+    gradient: torch.dtype
 
 
 class FirstStage(ABC):
@@ -102,7 +102,7 @@ class Reduction(Protocol):
     def collect(self) -> list[Tensor | None]:
         """Wait for the result: one tensor per parameter, None if no rank produced a gradient. Call it once.
 
-        The mean gradient shard, unpadded local shape, storage dtype; or, if issued with `keep`, the partial sum:
+        The mean gradient shard, unpadded local shape, gradient dtype; or, if issued with `keep`, the partial sum:
         (padded_local_numel,), reduce dtype. The tensors are new and belong to the caller.
         """
         ...
@@ -144,8 +144,8 @@ class LocalReduce:
 
     carries = False
 
-    def __init__(self, storage: torch.dtype, divide_factor: float | None) -> None:
-        self._storage = storage
+    def __init__(self, gradient: torch.dtype, divide_factor: float | None) -> None:
+        self._dtype = gradient
         self._factor = divide_factor
 
     def issue(
@@ -160,7 +160,7 @@ class LocalReduce:
         if self._factor is not None:
             gradients = [None if g is None else g / self._factor for g in gradients]
         # `contiguous`: an expanded zero for a missing gradient cannot be written.
-        return _Local([None if g is None else g.to(self._storage).contiguous() for g in gradients])
+        return _Local([None if g is None else g.to(self._dtype).contiguous() for g in gradients])
 
 
 class _Local:
@@ -187,7 +187,7 @@ class _Local:
 #     1  the partial sums of earlier backwards are added          after `set_requires_all_reduce(False)`
 #     2  all-reduce over the replicas                             on a mesh with a replicate axis
 #     3  the hook, in the reduce dtype                            `set_all_reduce_hook`
-#     4  the last division, and the storage dtype
+#     4  the last division, and the gradient dtype
 #
 # All messages are asynchronous: `advance` sends the next one, which overlaps with the gradients of the next unit.
 # Presence is summed with the gradients, so a gradient that only one replica has still counts.
@@ -343,7 +343,7 @@ class StagedReduction:
             _call(after.hook, result[: self._chunks.layout.grad_present_offset], after.hook_stream)
         if after.scale.after != 1:
             result = result / after.scale.after if self._first.reuses else result.div_(after.scale.after)
-        return result.to(after.dtypes.storage, copy=self._first.reuses and result is total)
+        return result.to(after.dtypes.gradient, copy=self._first.reuses and result is total)
 
 
 def _call(hook: Callable[[Tensor], object], gradients: Tensor, stream: Any) -> None:

@@ -433,9 +433,11 @@ def _shard(module: nn.Module, options: dict[str, Any], policy: Any, precision: A
 def _policy(precision: Any, *, full: bool = False) -> fullshard.MixedPrecisionPolicy:
     if precision is None:
         return fullshard.MixedPrecisionPolicy()
-    compute, reduce = precision.param_dtype, precision.reduce_dtype
+    compute = precision.param_dtype
+    # FSDP1 reduces in the dtype of compute, FSDP2 from torch 2.15 on in that of the parameters.
+    reduce = compute if precision.reduce_dtype is None else precision.reduce_dtype
     if full:  # FSDP1 casts inputs of these to float32, and their outputs back
-        return fullshard.MixedPrecisionPolicy(torch.float32, None, compute)
+        return fullshard.MixedPrecisionPolicy(torch.float32, torch.float32, compute)
     cast = precision.cast_forward_inputs or precision.cast_root_forward_inputs
     return fullshard.MixedPrecisionPolicy(compute, reduce, None, cast)
 

@@ -65,6 +65,7 @@ _SETTINGS = {
     "prefetch_depth": "prefetch_depth",
     "reductions_in_flight": "reductions_in_flight",
     "communication": "FULLSHARD_COMMUNICATION",
+    "reduce_default": "FULLSHARD_REDUCE_DTYPE",
 }
 
 
@@ -168,6 +169,9 @@ def _parameter_facts(
     facts = {
         "shape": str(tuple(spec.shape)),
         "dtype": _dtype_text(group.precision.storage),
+        "compute dtype": _dtype_text(group.precision.compute),
+        "reduce dtype": _dtype_text(group.precision.reduce),
+        "gradient dtype": _dtype_text(group.precision.gradient),
         "requires_grad": str(param.sharded.requires_grad),
         "unit": unit.record.name,
         "placement": ", ".join(map(str, spec.placements)),

@@ -90,7 +90,7 @@ class Channels(NamedTuple):
             links,
             pack,
             direct,
-            Dtypes(precision.wire, precision.reduce, precision.sum, precision.storage),
+            Dtypes(precision.wire, precision.reduce, precision.sum, precision.gradient),
             self.pool,
             communication=self.communication,
             controls=self.controls,

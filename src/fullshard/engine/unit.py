@@ -31,16 +31,16 @@ from ..param import (
     Placing,
     ShardedParam,
     extended_since,
-    has_extension,
     holds_bits,
     note_initial,
     set_apart,
 )
-from ..policy import Controls, MixedPrecisionPolicy, Offload, Options, Precision, resolve_precision
+from ..policy import Controls, Offload, Options
 from ..policy.policies import MixedPrecisionLike
 from ..schedule import Full, RunRecord, UnitRecord
 from .channels import UnitChannels
 from .gradients import UnitGradients
+from .grouping import grouped, regrouped
 from .optimizer_steps import follow_steps, note_full, optimizer_steps
 
 # ---- sizes -----------------------------------------------------------------------------------------------------------
@@ -203,6 +203,7 @@ class Unit:
         device: torch.device,
         policy: MixedPrecisionLike,
         reshard_after_forward: bool | None,
+        reduce_default: str,
         note_values: bool = False,
     ) -> None:
         self.modules = tuple(modules)
@@ -215,9 +216,7 @@ class Unit:
         # By group: the ranks it communicates with.
         self.links: list[Links] = []
         for part in parts:
-            for same in _by_dtype(part.found):
-                precision = _precision(policy, same[0].parameter)
-                group = _group(same, precision, part.placing, policy)
+            for same, group in grouped(part.found, part.placing, policy, reduce_default):
                 self.groups.append(group)
                 self.links.append(part.links)
                 if note_values and part.placing.mesh.size() > 1 and not isinstance(group, ExtensionGroup):
@@ -290,9 +289,19 @@ class Unit:
 
     def attach(self, root: AnyRoot, pool: BufferPool, communication: str) -> None:
         """Join `root`, whose buffers the messages use from now on."""
+        if self.root is None:
+            self._take_grad_dtypes()
         self.root = root
         self.channels.use(pool, communication)
         self._make_channels()
+
+    def _take_grad_dtypes(self) -> None:
+        """Follow what users set on `grad_dtype` of sharded parameters before they are first used, as in torch."""
+        made = regrouped(self.groups)
+        if made is not None:
+            self.links = [self.links[position] for position, _ in made]
+            # The unit's own list, which others hold.
+            self.groups[:] = [group for _, group in made]
 
     def _make_channels(self) -> None:
         self.channels.make(self.links, self.settings.controls)
@@ -360,7 +369,7 @@ class Unit:
                             f"they were quantised into, found them cast to {change.storage} as if they were numbers; "
                             f"build the model again, and convert its other modules alone"
                         ) from change
-                    self.groups[position] = group.converted(resolve_precision(self.settings.policy, change.storage))
+                    self.groups[position] = group.converted(group.precision.stored_in(change.storage))
         if self.root is not None:
             self.root.repaired(self)
         self.gradients.forget()
@@ -426,28 +435,6 @@ class Unit:
             group.show_shards()
         if self.channels.secondary.kept:
             self.channels.secondary.show_shards()
-
-
-def _by_dtype(found: Sequence[Found]) -> list[list[Found]]:
-    """Parameters that are gathered together: one group per dtype, bits apart from numbers; each tensor
-    extension is alone."""
-    groups: dict[object, list[Found]] = {}
-    for item in found:
-        alone = has_extension(item.parameter, item.name)
-        same = item.parameter.dtype, holds_bits(item.parameter)
-        groups.setdefault(id(item) if alone else same, []).append(item)
-    return list(groups.values())
-
-
-def _precision(policy: MixedPrecisionLike, parameter: nn.Parameter) -> Precision:
-    """The dtypes of the group of `parameter`."""
-    return resolve_precision(MixedPrecisionPolicy() if holds_bits(parameter) else policy, parameter.dtype)
-
-
-def _group(found: Sequence[Found], precision: Precision, placing: Placing, policy: MixedPrecisionLike) -> ParamGroup:
-    if has_extension(found[0].parameter, found[0].name):
-        return ExtensionGroup(found, precision, placing, policy)
-    return ParamGroup(found, precision, placing)
 
 
 # ---- bits ------------------------------------------------------------------------------------------------------------

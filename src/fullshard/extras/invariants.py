@@ -316,10 +316,10 @@ class _RootChecks:
         copies = ranks // place.group.placing.world
         wanted, found = figures.sent_sum / divisor, figures.got_sum / copies
         # Each element is a sum over the ranks in the reduce dtype, then rounded to the dtype of the shard.
-        reduced = sums(param.reduce_dtype, ranks + 2, _COMPARISONS)
+        reduced = sums(param.precision.reduce, ranks + 2, _COMPARISONS)
         stored = sums(param.sharded.dtype, 1, _COMPARISONS)
         # Below, numbers of the reduce dtype have fewer digits.
-        tiny = torch.finfo(param.reduce_dtype).tiny * math.prod(param.layout.shape)
+        tiny = torch.finfo(param.precision.reduce).tiny * math.prod(param.layout.shape)
         norm = math.sqrt(figures.got_squares / copies) if figures.got_squares >= 0 else math.nan
         allowed = reduced * figures.sent_norms / divisor + stored * norm + tiny
         if abs(found - wanted) <= allowed:

@@ -97,7 +97,7 @@ class StepInBackward:
         groups = self._optimizer.param_groups
         step_parts(self._optimizer, [(groups[position], list(part)) for position, part in sorted(by_group.items())])
         for param in params:
-            param.sharded.grad = SteppedGrad(param.sharded, param.name)
+            param.sharded.grad = SteppedGrad(param.sharded, param.name, param.precision.gradient)
 
     def end(self, backward: object) -> None:
         """See `engine.stepping.Stepper`."""

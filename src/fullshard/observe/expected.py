@@ -109,7 +109,8 @@ def expected_of(unit: Unit, position: int, optimizer: Held | None) -> Bytes:
     if segments:
         # Trainable parameters only: the others are in no reduction.
         pack = FlatLayout.build([s.layout for s in segments], group.pack.align_numel, names=[s.name for s in segments])
-        memory = UnitMemory("", pack, group.plan, itemsize, itemsize, itemsize, replicas=_replicas(unit, position))
+        gradient = group.precision.gradient.itemsize
+        memory = UnitMemory("", pack, group.plan, gradient, gradient, gradient, replicas=_replicas(unit, position))
         gradients = memory.reduced_nbytes
     state: int | None = None
     if optimizer is not None:

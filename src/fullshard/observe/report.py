@@ -27,7 +27,7 @@ from ..engine.root import formed
 from ..engine.state_dict import standing_parameter as standing
 from ..layout import Term
 from ..param import PendingGrad, ShardedParam
-from ..policy import Options
+from ..policy import Options, resolve_precision
 from ..policy.arguments import expect, expect_module, is_optimizer
 from ..see.timeline import human as human
 from .expected import Bytes, Held, communicator_terms, expected_of, expected_peak, kept_nbytes
@@ -205,6 +205,8 @@ class Report:
     notes: tuple[str, ...]
     # The folder in which a `Recorder` keeps the steps, for `fullshard see`; None: not recorded.
     record: str | None = None
+    # What units without a reduce_dtype follow: "grad_dtype", or "param_dtype" (FULLSHARD_REDUCE_DTYPE).
+    reduce_default: str = "grad_dtype"
 
     @property
     def peak_nbytes(self) -> int:
@@ -268,6 +270,7 @@ def report(model: nn.Module, optimizer: Optimizer | None = None) -> Report:
         communicators=communicator_terms(found),
         notes=_notes(model, found, rows, unsharded, held),
         record=next((str(folder) for folder in folders if folder is not None), None),
+        reduce_default=next((g.precision.wanted.follows for _, unit in found for g in unit.groups), "grad_dtype"),
     )
 
 
@@ -422,6 +425,12 @@ def _notes(
             f"{_some([name for name, _ in pinned])}, {human(sum(nbytes for _, nbytes in pinned))}; a backward that "
             f"brings gradients, changed shards, or reshard() of each of them ends that"
         )
+    former = [name or "root" for name, unit in found if _reduces_as_before(unit)]
+    if former:
+        notes.append(
+            f"FULLSHARD_REDUCE_DTYPE=param_dtype: {_some(former)} reduces gradients in the dtype of compute, as torch "
+            f"up to 2.14; from 2.15 on it is that of the parameters"
+        )
     padded = [name or "root" for name, unit in found if _is_mostly_padding(unit)]
     if padded:
         notes.append(f"more padding than parameters: {_some(padded)}; dims are small for so many ranks")
@@ -437,6 +446,13 @@ def _notes(
         if missing:
             notes.append(f"trainable, but not in the optimizer: {_some(missing)}")
     return tuple(notes)
+
+
+def _reduces_as_before(unit: Unit) -> bool:
+    """Whether the former meaning of `reduce_dtype=None` gives other dtypes than the newest."""
+    each = [group.precision for group in unit.groups]
+    newest = [resolve_precision(one.wanted._replace(follows="grad_dtype"), one.storage) for one in each]
+    return any(one.reduce is not new.reduce for one, new in zip(each, newest, strict=True))
 
 
 def _waits(unit: Unit) -> bool:

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cached_property
 from types import MethodType
 from typing import Any
@@ -92,7 +93,7 @@ class ExtensionGroup(ParamGroup):
     def __init__(self, found: Sequence[Found], precision: Precision, placing: Placing, mp_policy: Any) -> None:
         (only,) = found
         _refuse(only.name, only.dim, placing)
-        self._begin(mp_policy, only.slots[0].module)
+        self._begin(_own_policy(mp_policy, precision), only.slots[0].module)
         super().__init__(found, precision, placing)
         # The check for unwritten memory handles plain tensors only, not this subclass.
         self.has_uninitialized = False
@@ -106,7 +107,7 @@ class ExtensionGroup(ParamGroup):
         if param.layout.padding_numel or group.placing.offload.to_host:
             _refuse_unbound(param.name, local)
         made = object.__new__(cls)
-        made._begin(mp_policy, param.slots[0].module)
+        made._begin(_own_policy(mp_policy, group.precision), param.slots[0].module)
         made.placing, made.params, made.has_uninitialized = group.placing, [param], False
         made.swap = Swap((0, slot) for slot in param.slots)
         made._set_precision(group.precision)
@@ -186,6 +187,7 @@ class ExtensionGroup(ParamGroup):
                 f"copy into the parameter in place"
             )
         claim(standing, param.owner)
+        self._keep_grad_dtype(standing)
         param.sharded, param.local = standing, local_of(standing)
         if param.local.dtype is not self.precision.storage:
             raise DtypeChanged(param.local.dtype)
@@ -268,6 +270,13 @@ class ExtensionGroup(ParamGroup):
     def show_full(self) -> bool:
         is_new, self._is_new = self._is_new, False
         return super().show_full() or is_new
+
+
+def _own_policy(mp_policy: Any, precision: Precision) -> Any:
+    """The policy that the tensor's methods see: as in torch, that of their parameter alone."""
+    if getattr(mp_policy, "param_dtype_override_fn", None) is None:
+        return mp_policy
+    return replace(mp_policy, param_dtype=precision.wanted.compute, param_dtype_override_fn=None)
 
 
 def _shard_mesh(mesh: DeviceMesh) -> DeviceMesh:

@@ -21,6 +21,7 @@ from torch.utils.dlpack import from_dlpack, to_dlpack
 
 from .._torch import (
     dtensor_like,
+    grad_dtype_of,
     hand_over_hooks,
     local_of,
     set_local,
@@ -94,6 +95,7 @@ class ParamGroup:
         for param, source in zip(self.params, found, strict=True):
             self.fill(param, source.parameter)
             param.sharded = self._dtensor(param, source.parameter.requires_grad)
+            self._keep_grad_dtype(param.sharded)
             # Attributes that callers set on the parameter (optimizer groups, initialisers) and hooks stay with it.
             param.sharded.__dict__.update(source.parameter.__dict__)
             hand_over_hooks(source.parameter, param.sharded)
@@ -124,7 +126,7 @@ class ParamGroup:
             precision = precision._replace(wire=precision.reduce)
         self.precision = precision
         for param in self.params:
-            param.reduce_dtype = precision.reduce
+            param.precision = precision
 
     def _make_plan(self) -> None:
         precision, placing = self.precision, self.placing
@@ -193,15 +195,19 @@ class ParamGroup:
         if own is None:
             # One dict for both: what a module reads or writes on its parameter (bitsandbytes' `quant_state`) is there
             # in forward and outside of it.
-            return full_of(param, view, param.marks)
-        return sharded_parameter(
-            view,
-            mesh=own.mesh,
-            placements=own.placements,
-            shape=own.shape,
-            stride=own.stride,
-            requires_grad=param.sharded.requires_grad,
-        )
+            full = full_of(param, view, param.marks)
+        else:
+            full = sharded_parameter(
+                view,
+                mesh=own.mesh,
+                placements=own.placements,
+                shape=own.shape,
+                stride=own.stride,
+                requires_grad=param.sharded.requires_grad,
+            )
+        if self.precision.accepts is not self.precision.compute:
+            full.grad_dtype = self.precision.accepts
+        return full
 
     def _dtensor(self, param: ShardedParam, requires_grad: bool) -> nn.Parameter:
         return sharded_parameter(
@@ -212,6 +218,12 @@ class ParamGroup:
             stride=param.spec.stride,
             requires_grad=requires_grad,
         )
+
+    def _keep_grad_dtype(self, parameter: nn.Parameter) -> None:
+        """Give the sharded `parameter` the `grad_dtype` that the original one had, which torch's conversions lose."""
+        wanted = self.precision.wanted.grad_dtype
+        if wanted != "unset" and grad_dtype_of(parameter) == "unset":
+            parameter.grad_dtype = None if wanted == "any" else wanted
 
     def fill(self, param: ShardedParam, source: Tensor) -> None:
         """Write this rank's part of the whole tensor `source`; one on the meta device has nothing to write."""
@@ -296,6 +308,7 @@ class ParamGroup:
             self._check_standing(param, standing)
             assert standing is not None
             param.sharded = standing
+            self._keep_grad_dtype(standing)
             # torch's conversions swap in the attributes of the new tensor, which has none.
             for mark, value in param.marks.items():
                 standing.__dict__.setdefault(mark, value)

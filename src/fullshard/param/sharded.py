@@ -21,6 +21,7 @@ from .._torch import (
     version_of,
 )
 from ..layout import ShardLayout
+from ..policy import Precision
 from .placement import Spec
 from .swap import Slot
 
@@ -124,7 +125,7 @@ class ShardedParam:
         "name",
         "own_spec",
         "owner",
-        "reduce_dtype",
+        "precision",
         "sharded",
         "slots",
         "spec",
@@ -149,8 +150,8 @@ class ShardedParam:
         self.own_spec = own_spec
         # The class of `full`, unless it is a DTensor.
         self.kind = kind
-        # Set with the dtypes of the group.
-        self.reduce_dtype = torch.float32
+        # The dtypes of the group.
+        self.precision: Precision
         self.sharded: nn.Parameter
         self.local: Tensor
         self.full: nn.Parameter
@@ -225,6 +226,12 @@ class ParamGradients:
                 f"{self._param.name}: expected a dense gradient, found layout {gradient.layout}; "
                 f"use sparse=False in the embedding that owns this parameter"
             )
+        if self._param.precision.accepts is None and gradient.dtype is not self._param.precision.compute:
+            raise RuntimeError(
+                f"{self._param.name}: expected a gradient in {self._param.precision.compute}, found one in "
+                f"{gradient.dtype}: its grad_dtype was set to None, which accepts any, but it is reduced in the dtype "
+                f"of its computation; set reduce_dtype={gradient.dtype} in its MixedPrecisionPolicy, or its grad_dtype"
+            )
         if self._param.own_spec is not None:
             gradient = self._own_part(gradient, self._param.own_spec)
         self.fresh = gradient if self.fresh is None else self.fresh + gradient
@@ -238,10 +245,10 @@ class ParamGradients:
             )
         if gradient.placements != own.placements:
             with torch.no_grad():
-                wider = self._param.reduce_dtype.itemsize > gradient.dtype.itemsize
+                wider = self._param.precision.reduce.itemsize > gradient.dtype.itemsize
                 summands: Any = gradient
                 if wider and any(placement.is_partial() for placement in gradient.placements):
-                    summands = gradient.to(self._param.reduce_dtype)
+                    summands = gradient.to(self._param.precision.reduce)
                 gradient = summands.redistribute(placements=own.placements)
         return settled(local_of(gradient))
 
@@ -271,7 +278,7 @@ class ParamGradients:
 
     def hold(self, gradient: Tensor | None) -> None:
         """Keep `gradient` until a backward reduces it, and show it on `full.grad`, as torch's FSDP2 does, for programs
-        that read, scale or clear the local gradients of micro-batches. As in torch, another dtype is not shown.
+        that read, scale or clear the local gradients of micro-batches.
 
         Autograd adds in place to what it finds there, and a backward that fails must leave `held` as it was: so nothing
         is shown unless a hook takes it away before the next gradient arrives (`shows_held`, engine/gradients.py).
@@ -279,15 +286,20 @@ class ParamGradients:
         self.withdraw()
         self.held = gradient
         full = self._param.full
-        if gradient is not None and self.shows_held and gradient.dtype is full.dtype and full.requires_grad:
+        if gradient is not None and self.shows_held and full.requires_grad:
+            if gradient.dtype is not full.dtype:
+                full.grad_dtype = None  # or torch refuses another dtype
             self.shown = gradient if self._param.own_spec is None else dtensor_like(full, gradient)
             full.grad = self.shown
 
     def withdraw(self) -> None:
         """Stop showing `held`."""
         if self.shown is not None:
-            if self._param.full.grad is self.shown:
-                self._param.full.grad = None
+            full = self._param.full
+            if full.grad is self.shown:
+                full.grad = None
+            if full.grad is None and self.shown.dtype is not full.dtype:
+                full.grad_dtype = self._param.precision.accepts
             self.shown = None
 
     def zero(self) -> Tensor:
@@ -301,9 +313,9 @@ class ParamGradients:
         fresh, held = self.fresh, self.live_held()
         if held is None or fresh is None:
             gradient = fresh if held is None else held
-            return None if gradient is None else gradient.to(self._param.reduce_dtype)
+            return None if gradient is None else gradient.to(self._param.precision.reduce)
         # Not in place: if this backward fails later, `held` must be unchanged.
-        return held + fresh.to(self._param.reduce_dtype)
+        return held + fresh.to(self._param.precision.reduce)
 
     def commit(self) -> bool:
         """Hand over the gradients of this backward, which ended. Returns whether a reduced gradient arrived."""
@@ -347,7 +359,8 @@ class ParamGradients:
     def _returned(self, hook: Any, returned: Any) -> DTensor:
         """The result of `hook`, with the parameter's placements."""
         sharded: Any = self._param.sharded
-        wanted = f"a DTensor of shape {tuple(sharded.shape)} and dtype {sharded.dtype}, as the gradient it was given"
+        dtype = self._param.precision.gradient
+        wanted = f"a DTensor of shape {tuple(sharded.shape)} and dtype {dtype}, as the gradient it was given"
         hook_name = getattr(hook, "__name__", hook)
         said = f"{self._param.name}: expected the tensor hook {hook_name!r} to return None or {wanted}"
         if not isinstance(returned, Tensor):
@@ -357,7 +370,7 @@ class ParamGradients:
             raise RuntimeError(
                 f"{said}; found {where}: compute with the DTensor, or use distribute_tensor on the result"
             )
-        if returned.shape != sharded.shape or returned.dtype is not sharded.dtype:
+        if returned.shape != sharded.shape or returned.dtype is not dtype:
             raise RuntimeError(f"{said}; found shape {tuple(returned.shape)} and dtype {returned.dtype}")
         if returned.placements == sharded.placements:
             return returned
@@ -402,9 +415,14 @@ class ParamGradients:
         self.fresh = None
         held = self.live_held()
         if held is not None:
-            self.hold(held.add_(fresh))
+            # A wider gradient is rounded first, as in torch and in `sum_with_held`; a narrower one needs no copy.
+            self.hold(held.add_(fresh.to(held.dtype) if fresh.dtype.itemsize > held.dtype.itemsize else fresh))
             return
-        self.hold(fresh.to(self._param.reduce_dtype) if fresh.dtype is not self._param.reduce_dtype else fresh.detach())
+        self.hold(
+            fresh.to(self._param.precision.reduce)
+            if fresh.dtype is not self._param.precision.reduce
+            else fresh.detach()
+        )
         self._mark()
 
     def _commit_partial(self, partial: Tensor) -> None:
@@ -416,7 +434,9 @@ class ParamGradients:
 
     def _mark(self) -> None:
         if self._param.sharded.grad is None or isinstance(self._param.sharded.grad, PendingGrad):
-            self._param.sharded.grad = PendingGrad(self._param.sharded, self._param.name)
+            self._param.sharded.grad = PendingGrad(
+                self._param.sharded, self._param.name, self._param.precision.gradient
+            )
         self.marker = self._param.sharded.grad
 
     def discard(self) -> None:
@@ -488,8 +508,8 @@ class KeptGradients:
 
 
 class PendingGrad(DTensor):
-    """Placeholder for a gradient that exists on each rank but was not reduced yet. It has the parameter's shape, dtype
-    and placements, and no data.
+    """Placeholder for a gradient that exists on each rank but was not reduced yet. It has the parameter's shape and
+    placements, the gradient's dtype, and no data.
 
     A subclass of DTensor: torch asks the first tensor subclass of an operation, unless another one is *its* subclass.
     So this class raises before DTensor complains about mixed types.
@@ -499,14 +519,14 @@ class PendingGrad(DTensor):
     parameter_name: str
 
     @staticmethod
-    def __new__(cls, parameter: Tensor, name: str) -> PendingGrad:
-        made = dtensor_without_data(cls, parameter)
+    def __new__(cls, parameter: Tensor, name: str, dtype: torch.dtype) -> PendingGrad:
+        made = dtensor_without_data(cls, parameter, dtype)
         assert isinstance(made, PendingGrad)
         made.cleared = False
         made.parameter_name = name
         return made
 
-    def __init__(self, parameter: Tensor, name: str) -> None:
+    def __init__(self, parameter: Tensor, name: str, dtype: torch.dtype) -> None:
         pass
 
     @property

@@ -152,7 +152,7 @@ def _by_unit(planner: Planner, asked: Strategy) -> Answer:
 
 
 def _reduce_dtype(planner: Planner, asked: Strategy) -> Answer:
-    names = {"float32": "float32", "": "that of the gradients"}
+    names = {"float32": "float32", asked.compute: "that of the gradients"}
     found = []
     for dtype, label in names.items():
         plan = planner.plan(replace(asked, reduce=dtype))

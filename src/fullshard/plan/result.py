@@ -309,7 +309,7 @@ def table(plan: Plan) -> str:
     model, found, strategy = plan.model, plan.simulated, plan.strategy
     lines = [
         f"{model.name}: {model.numel:,} parameters in {len(plan.units)} units, {strategy.ranks} x {plan.hardware.name}",
-        f"{strategy}; {strategy.compute or 'parameters as stored'}, reduced in {strategy.reduce or 'the same'}; "
+        f"{strategy}; {strategy.compute or 'parameters as stored'}, reduced in {strategy.reduce or 'their own dtype'}; "
         f"{strategy.optimizer}; {plan.tokens:,.0f} tokens per rank and step",
         "",
     ]

@@ -285,7 +285,7 @@ def _layouts(
     floating = dtype.startswith(("float", "bfloat"))
     compute_dtype = strategy.compute if strategy.compute and floating else dtype
     compute = itemsize(compute_dtype)
-    reduce = itemsize(strategy.reduce) if strategy.reduce and floating else compute
+    reduce = itemsize(strategy.reduce) if strategy.reduce and floating else storage
     wire = min(compute, reduce)
     summed = max(reduce, 4) if floating else reduce
     world, backend = strategy.shard, strategy.backend

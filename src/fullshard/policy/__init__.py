@@ -12,5 +12,7 @@ from .policies import MixedPrecisionPolicy as MixedPrecisionPolicy
 from .policies import Offload as Offload
 from .policies import OffloadPolicy as OffloadPolicy
 from .policies import Precision as Precision
+from .policies import Wanted as Wanted
 from .policies import resolve_offload as resolve_offload
 from .policies import resolve_precision as resolve_precision
+from .policies import wanted_of as wanted_of

@@ -5,8 +5,9 @@ A value of another kind is a `TypeError`, one of the right kind out of range a `
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from numbers import Integral, Real
 from typing import Any, cast
 
@@ -29,6 +30,49 @@ def expect(
         found = repr(value) if plain else f"a value of type {type(value).__name__}"
         found = found if len(found) <= 200 else f"{found[:197]}..."
         raise kind(f"{argument}: expected {wanted}, found {found}; {remedy}")
+
+
+def expect_known_fields(argument: str, value: object, known: Iterable[str]) -> None:
+    """Raise `TypeError` for a field of an options object that nothing here reads, unless it has its default: a newer
+    torch may have it, and ignoring it would train something else.
+
+    Fields are those of a dataclass, a named tuple or `__slots__`, and public attributes of the instance.
+    """
+    known = set(known)
+    for name, found in _fields(value):
+        if name not in known and not name.startswith("_") and found is not _DEFAULT:
+            raise TypeError(
+                f"{argument}.{name}: expected the fields {', '.join(sorted(known)) or 'none'}, found "
+                f"{name}={found!r:.100} of {type(value).__module__}.{type(value).__qualname__}, which this version of "
+                f"fullshard does not know and would ignore; leave it at its default, or use a version that knows it"
+            )
+
+
+_DEFAULT = object()
+
+
+def _fields(value: object) -> Iterator[tuple[str, object]]:
+    """(name, value) of the fields; `_DEFAULT` for one with its default."""
+    defaults: dict[str, object] = dict(getattr(value, "_field_defaults", {}))
+    names = [*getattr(value, "_fields", ())]
+    if dataclasses.is_dataclass(value):
+        for field in dataclasses.fields(value):
+            names.append(field.name)
+            if field.default is not dataclasses.MISSING:
+                defaults[field.name] = field.default
+            elif field.default_factory is not dataclasses.MISSING:
+                defaults[field.name] = field.default_factory()
+    slots = [name for kind in type(value).__mro__ for name in _slots(kind)]
+    for name in dict.fromkeys([*names, *getattr(value, "__dict__", ()), *slots]):
+        if hasattr(value, name):
+            found = getattr(value, name)
+            is_default = name in defaults and (found is defaults[name] or bool(found == defaults[name]))
+            yield name, _DEFAULT if is_default else found
+
+
+def _slots(kind: type) -> Iterable[str]:
+    slots = vars(kind).get("__slots__", ())
+    return (slots,) if isinstance(slots, str) else slots
 
 
 def expect_flag(argument: str, value: object, *, or_none: bool = False) -> bool:

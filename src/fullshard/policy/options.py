@@ -6,6 +6,9 @@ FULLSHARD_COMMUNICATION  "auto" (default): the fastest strategy measured for the
                          "all-to-all": "auto", and gradients exchanged within a node on every backend
 FULLSHARD_WATCH          "auto" (default): saved weights are watched in a unit's first forwards, and as long as its
                          backward reads weights that no gradient of an output announced; "always", to find faults
+FULLSHARD_REDUCE_DTYPE   what a policy without reduce_dtype follows: "grad_dtype" (default): the dtype of gradients,
+                         that of the parameter unless it was set, as torch from 2.15 on; "param_dtype": the
+                         dtype of compute, as torch up to 2.14. Read by `fully_shard`
 FULLSHARD_CHECK          1: check every command against the lifecycle's invariants (slower)
 
 Methods of `FSDPModule` set all other options; `use_options` is for tests and measurements.
@@ -26,6 +29,7 @@ from torch import Tensor
 
 COMMUNICATION = ("auto", "torch", "all-to-all")
 WATCH = ("auto", "always")
+REDUCE_DEFAULTS = ("grad_dtype", "param_dtype")
 # Removed settings -> what to do instead.
 _REMOVED = {
     "hierarchical": 'leave the default, "auto": between nodes the backend reduces gradients',
@@ -49,6 +53,7 @@ class Options:
     reductions_in_flight: int = 2
     communication: str = "auto"
     watch: str = "auto"
+    reduce_default: str = "grad_dtype"
     check: bool = False
 
     def __post_init__(self) -> None:
@@ -56,6 +61,7 @@ class Options:
         _expect_count("reductions_in_flight", self.reductions_in_flight, 1)
         _expect_choice("communication", self.communication, COMMUNICATION)
         _expect_choice("watch", self.watch, WATCH)
+        _expect_choice("reduce_default", self.reduce_default, REDUCE_DEFAULTS)
         if not isinstance(self.check, bool):
             raise ValueError(f"check: expected True or False, found {self.check!r}")
 
@@ -83,6 +89,7 @@ class Options:
         found = cls(
             communication=_choice(source, "FULLSHARD_COMMUNICATION", COMMUNICATION),
             watch=_choice(source, "FULLSHARD_WATCH", WATCH),
+            reduce_default=_choice(source, "FULLSHARD_REDUCE_DTYPE", REDUCE_DEFAULTS),
             check=_flag(source, "FULLSHARD_CHECK"),
         )
         for changes in _open:

@@ -2,44 +2,63 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
+from torch import nn
 
-from .._torch import TorchCPUOffloadPolicy, TorchMixedPrecisionPolicy, TorchOffloadPolicy
+from .._torch import TorchCPUOffloadPolicy, TorchMixedPrecisionPolicy, TorchOffloadPolicy, grad_dtype_of
+from .arguments import expect_known_fields
+from .options import REDUCE_DEFAULTS
 
 # ---- precision -------------------------------------------------------------------------------------------------------
-# Dtypes of a unit: the user's policy, and the resulting dtypes.
+# Dtypes of parameters that travel together: what the policy and the parameters ask for, and the resulting dtypes.
 #
-# storage   the dtype of the original parameter; sharded parameters, gradients and optimizer state have it
+# storage   the dtype of the original parameter; sharded parameters and optimizer state have it
 # compute   the dtype of the gathered full parameters and of the gradients autograd makes
 # reduce    the dtype in which gradients are held between micro-batches
 # wire      the communication dtype of gradients: the narrower of compute and reduce, because widening before the
-#           message adds bytes and no information; reduce, once gradients were accumulated
+#           message adds bytes and no information; reduce, once gradients were accumulated, and if the parameter's own
+#           `grad_dtype` is wider than compute, because then autograd's gradients may be
 # sum       the dtype in which messages are added: reduce, but at least float32, so that a sum rounds once
+# gradient  the dtype of the reduced gradient shards: storage, or the parameter's own `grad_dtype`
 
 
 @dataclass(frozen=True)
 class MixedPrecisionPolicy(TorchMixedPrecisionPolicy):
-    """Dtypes of one `fully_shard` call; names and meaning are those of torch's class (seeds 000 to 003).
+    """Dtypes of one `fully_shard` call; names and meaning are those of torch 2.15's class, on every torch.
 
     param_dtype: dtype of the full parameters in forward and backward; None keeps the original one.
-    reduce_dtype: dtype in which gradients are reduced; None means that of the gradients.
+    reduce_dtype: dtype in which gradients are reduced, and held while they are not. None follows the parameter's
+        `grad_dtype`, set before the first forward: that of the parameter unless it was set (float32 for float32
+        parameters under bfloat16 compute), and that of the gradients if it was set to None. Several in a unit: the
+        promoted dtype. Up to torch 2.14 None followed `param_dtype`, and so it does with
+        `FULLSHARD_REDUCE_DTYPE=param_dtype`.
     output_dtype: floating-point outputs of the unit's forward are cast to it; None leaves them.
     cast_forward_inputs: floating-point inputs of the unit's forward are cast to `param_dtype`.
+    param_dtype_override_fn: called once with each parameter, a tied one once, when the unit is made. Returns that
+        parameter's own `param_dtype`: its original dtype, or `param_dtype` or None for the policy's; anything else is a
+        `ValueError`. Must return the same on every rank. Inputs are cast to the policy's `param_dtype` nevertheless.
 
     >>> policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    >>> keeps_norms = MixedPrecisionPolicy(
+    ...     param_dtype=torch.bfloat16, param_dtype_override_fn=lambda p: torch.float32 if p.ndim == 1 else None
+    ... )
     """
 
     param_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
     output_dtype: torch.dtype | None = None
     cast_forward_inputs: bool = True
+    param_dtype_override_fn: Callable[[nn.Parameter], torch.dtype | None] | None = field(default=None, kw_only=True)
 
 
 class MixedPrecisionLike(Protocol):
-    """A policy of fullshard or torch, so that programs with mixed imports work."""
+    """A policy of fullshard or torch, so that programs with mixed imports work. Those of torch up to 2.14 have no
+    `param_dtype_override_fn`."""
 
     @property
     def param_dtype(self) -> torch.dtype | None: ...
@@ -51,6 +70,23 @@ class MixedPrecisionLike(Protocol):
     def cast_forward_inputs(self) -> bool: ...
 
 
+# The `grad_dtype` of a parameter: a dtype, or one of "unset" (that of the parameter) and "any" (set to None).
+GradDtype = torch.dtype | Literal["unset", "any"]
+
+
+class Wanted(NamedTuple):
+    """What the policy and the parameters themselves ask for, whatever the storage dtype becomes. Parameters that ask
+    for the same form a group."""
+
+    compute: torch.dtype | None = None
+    reduce: torch.dtype | None = None
+    grad_dtype: GradDtype = "unset"
+    # What `reduce` None follows: one of `REDUCE_DEFAULTS`.
+    follows: str = REDUCE_DEFAULTS[0]
+    # `grad_dtype` of the other parameters of the unit, which are reduced in one dtype.
+    beside: tuple[GradDtype, ...] = ()
+
+
 class Precision(NamedTuple):
     """The dtypes that a policy gives parameters of one storage dtype."""
 
@@ -59,21 +95,65 @@ class Precision(NamedTuple):
     reduce: torch.dtype
     wire: torch.dtype
     sum: torch.dtype
+    gradient: torch.dtype
+    wanted: Wanted = Wanted()
+
+    @property
+    def accepts(self) -> torch.dtype | None:
+        """The dtype to which autograd casts the gradients of full parameters; None: it leaves them."""
+        if self.wanted.grad_dtype == "any" and self.wanted.reduce is None:
+            return None
+        return self.wire if self.wanted.grad_dtype != "unset" else self.compute
+
+    def stored_in(self, storage: torch.dtype) -> Precision:
+        """The dtypes after the parameters changed theirs to `storage`."""
+        return resolve_precision(self.wanted, storage)
 
 
-def resolve_precision(policy: MixedPrecisionLike, storage: torch.dtype) -> Precision:
-    """The dtypes of parameters stored in `storage` under `policy`.
+def wanted_of(policy: MixedPrecisionLike, parameter: nn.Parameter, name: str, follows: str) -> Wanted:
+    """What `policy` asks for `parameter`. Calls its `param_dtype_override_fn`; `ValueError` for a result that torch
+    refuses too."""
+    compute = policy.param_dtype
+    override = getattr(policy, "param_dtype_override_fn", None)
+    if override is not None:
+        answer = override(parameter)
+        if answer is not None and not (isinstance(answer, torch.dtype) and answer in (compute, parameter.dtype)):
+            raise ValueError(
+                f"{name}: expected param_dtype_override_fn to return None, param_dtype ({compute}) or the parameter's "
+                f"own dtype ({parameter.dtype}), found {answer!r}; return one of them"
+            )
+        compute = compute if answer is None else answer
+    return Wanted(compute, policy.reduce_dtype, grad_dtype_of(parameter), follows)
 
-    >>> resolve_precision(MixedPrecisionPolicy(torch.bfloat16, torch.float32), torch.float32).wire
+
+def resolve_precision(wanted: Wanted, storage: torch.dtype) -> Precision:
+    """The dtypes of parameters stored in `storage` that ask for `wanted`.
+
+    >>> resolve_precision(Wanted(torch.bfloat16), torch.float32).reduce
+    torch.float32
+    >>> resolve_precision(Wanted(torch.bfloat16), torch.float32).wire
     torch.bfloat16
     """
     if not storage.is_floating_point:
         # Integers and booleans have no gradient, and rounding them to a float dtype would change them.
-        return Precision(storage, storage, storage, storage, storage)
-    compute = policy.param_dtype or storage
-    reduce = policy.reduce_dtype or compute
+        return Precision(storage, storage, storage, storage, storage, storage, wanted)
+    compute = wanted.compute or storage
+    unset = compute if wanted.follows == "param_dtype" else storage
+    held = {"unset": unset, "any": compute}
+    reduce = wanted.reduce
+    if reduce is None:
+        each = [one if isinstance(one, torch.dtype) else held[one] for one in (wanted.grad_dtype, *wanted.beside)]
+        reduce = functools.reduce(torch.promote_types, each)
     wire = compute if compute.itemsize < reduce.itemsize else reduce
-    return Precision(storage, compute, reduce, wire, sum_dtype(reduce))
+    gradient = storage
+    if wanted.grad_dtype == "any":
+        gradient = reduce
+    elif isinstance(wanted.grad_dtype, torch.dtype):
+        gradient = wanted.grad_dtype
+    accumulated = wanted.reduce or gradient
+    if wanted.grad_dtype != "unset" and accumulated.itemsize > compute.itemsize:
+        wire = reduce
+    return Precision(storage, compute, reduce, wire, sum_dtype(reduce), gradient, wanted)
 
 
 def sum_dtype(reduce: torch.dtype) -> torch.dtype:
@@ -115,11 +195,19 @@ def resolve_offload(policy: Any, device_type: str) -> Offload:
     >>> resolve_offload(CPUOffloadPolicy(), "cuda"), resolve_offload(CPUOffloadPolicy(), "cpu").to_host
     (Offload(to_host=True, pin=True), False)
 
-    Raises `TypeError` for anything but an offload policy.
+    Raises `TypeError` for anything but an offload policy, for a kind of it that is not known, and for a field that is
+    not known, unless it has its default.
     """
     names = {kind.__name__ for kind in type(policy).__mro__}
     if "OffloadPolicy" not in names:
         raise TypeError(f"offload_policy: expected an OffloadPolicy, found {policy!r}; leave it out for none")
-    if "CPUOffloadPolicy" not in names or device_type == "cpu":
+    to_host = "CPUOffloadPolicy" in names
+    if not to_host and type(policy).__name__ != "OffloadPolicy":
+        raise TypeError(
+            f"offload_policy: expected an OffloadPolicy or a CPUOffloadPolicy, found {policy!r}, another kind of "
+            f"offload, which would be ignored; use one of the two"
+        )
+    expect_known_fields("offload_policy", policy, ("pin_memory",) if to_host else ())
+    if not to_host or device_type == "cpu":
         return Offload()
     return Offload(to_host=True, pin=bool(policy.pin_memory))

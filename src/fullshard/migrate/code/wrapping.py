@@ -345,6 +345,7 @@ def new_precision(wrappings: Wrappings, call: cst.Call) -> NewCall:
         if not (text in ("None", "False") and name in ("buffer_dtype", "keep_low_precision_grads")):
             plan.say(value, known[name], text)
     if "reduce_dtype" not in given and "param_dtype" in given:
+        parts.append(Part("reduce_dtype", given["param_dtype"]))
         plan.say(call, known["reduce_dtype"], wrappings.text(given["param_dtype"]), default=True)
     if "_module_classes_to_ignore" not in given and any(
         "BatchNorm" in each.tree.code for each in wrappings.project.files
