@@ -78,6 +78,7 @@ class Root:
         for index, (unit, name) in enumerate(zip(self.units, names, strict=True)):
             unit.record.index = index
             unit.record.name = name
+            unit.take_grad_dtypes()
         self.peers = Peers(self.units, self.thread)
         # Pending comparisons with the other ranks; None when nothing is left.
         self.agreement: Agreement | None = Agreement(self, self.peers)

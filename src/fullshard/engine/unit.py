@@ -289,15 +289,13 @@ class Unit:
 
     def attach(self, root: AnyRoot, pool: BufferPool, communication: str) -> None:
         """Join `root`, whose buffers the messages use from now on."""
-        if self.root is None:
-            self._take_grad_dtypes()
         self.root = root
         self.channels.use(pool, communication)
         self._make_channels()
 
-    def _take_grad_dtypes(self) -> None:
+    def take_grad_dtypes(self) -> None:
         """Follow what users set on `grad_dtype` of sharded parameters before they are first used, as in torch."""
-        made = regrouped(self.groups)
+        made = None if self.root is not None else regrouped(self.groups)
         if made is not None:
             self.links = [self.links[position] for position, _ in made]
             # The unit's own list, which others hold.
