@@ -6,7 +6,11 @@ operators run on the host: bytes are those of a device, and times mean nothing, 
 
 from __future__ import annotations
 
+import os
 import time
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -48,6 +52,22 @@ def name_of(device: torch.device) -> str:
     """What the hardware is called."""
     named = getattr(module_of(device), "get_device_name", None)
     return str(named(device)) if named is not None else device.type
+
+
+def machine(device: torch.device) -> dict[str, Any]:
+    """What figures on this device depend on: its name, memory, versions. What cannot be asked is left out."""
+    from benchmarks.common import facts
+
+    found: dict[str, Any] = {"device": name_of(device), **facts()}
+    if device.type == "cuda":
+        with suppress(Exception):
+            found["cuda"] = torch.version.cuda
+            found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+        with suppress(Exception):
+            found["memory_gb"] = round(torch.cuda.get_device_properties(device).total_memory / 1e9, 1)
+        with suppress(Exception):
+            found["devices"] = torch.cuda.device_count()
+    return found
 
 
 def module_of(device: torch.device) -> Any:
@@ -98,3 +118,35 @@ class Clock:
 def spelt(value: float | None, form: str, width: int) -> str:
     """A figure in a column of this width; "-" for None."""
     return "-".rjust(width) if value is None else format(value, form).rjust(width)
+
+
+@contextmanager
+def waits_noted(device: torch.device) -> Iterator[list[str]]:
+    """Where the host waits for the device inside: filled when the block ends, one entry for each wait.
+
+    CUDA's own mode warns; what a thread of autograd meets is warned of when the backward ends. It does not see
+    `torch.cuda.synchronize`, nor waits for events.
+    """
+    found: list[str] = []
+    if device.type == SIMULATED:
+        from tests.harness import simulated
+
+        with simulated.watched() as seen:
+            yield found
+        found += [
+            f"{what} at {places[-1] if places else '?'}" for (what, places), n in seen.waits.items() for _ in range(n)
+        ]
+        return
+    if device.type != "cuda":
+        raise RuntimeError(f"{device.type} does not tell where the host waits")
+    before = torch.cuda.get_sync_debug_mode()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        # Warns once of itself.
+        torch.cuda.set_sync_debug_mode("warn")
+        caught.clear()
+        try:
+            yield found
+        finally:
+            torch.cuda.set_sync_debug_mode(before)
+    found += [f"{os.path.basename(one.filename)}:{one.lineno}" for one in caught if "synchronizing" in str(one.message)]

@@ -1,122 +1,251 @@
-"""Everything that needs a GPU, in one call under ten minutes: tests, numbers, step times, memory, host time.
+"""Everything that needs a GPU, in one call under nine minutes, in the order of its worth. None of it is measured yet.
 
-    python -m benchmarks.gpu                          on a machine with one CUDA device, or with two
-    python -m benchmarks.gpu --device simulated --tiny  the script itself, without hardware; its times mean nothing and
-                                                      are left out
+    PYTHONPATH=src:. python3 -m benchmarks.gpu --out results/gpu_h100     on a machine with a CUDA device; the package
+                                                                          need not be installed
+    python -m benchmarks.gpu --device simulated --tiny                    the script itself, without hardware
 
-    tests         tests/gpu
-    ranks         parity with plain training, peak against `report`, step time against FSDP2 and the bare model,
-                  overlap, exposed communication, offload bandwidth; with one device and with two (gpu_ranks)
-    step, memory  a rank of a fake group of eight: kernels, allocator, bytes (gpu_step, memory)
-    host          Python's time (host)
+    nccl pair     two ranks of NCCL on one device, each as a host of its own: data groups, lazy communicators, coalesced
+                  messages, training, abort; refused by NCCL: a row that says so (gpu_ranks)
+    tests         tests/gpu with warnings shown: each test, and each warning, which would be an error (gpu_tests)
+    step 8B, 1B   rank 0 of 8 over messages that take bytes / bandwidth on a stream of their own, beside FSDP2 and the
+                  bare model: step, exposed communication, host time, memory, kernels (gpu_step, gpu_messages)
+    world 1       one rank of NCCL; gloo pair: two ranks of gloo with tensors of one device: parity, clip, HSDP,
+                  checkpoints, offload, hidden synchronisation (gpu_ranks)
+    plan          peak beside `report` and `fullshard plan`; shares of the device fitted; `verify`, `doctor` (gpu_plan)
+    two devices   bandwidth, overlap and steps beside FSDP2, over NCCL (gpu_ranks)
+    sanitizer     a short step under compute-sanitizer, if there is one
+    compiled      steps with compiled blocks (gpu_step)
 
-Each part runs in a process of its own and may fail without the others; what it printed is below the table's line of
-that part, and in the last line, which is JSON. A part that would not fit into what is left of `--minutes` is left out
-and named.
+Each part is a process with a limit, which prints rows as it gets them; `gpu_parts` keeps them whatever becomes of it.
+The limits, and what ending each part takes, add up to less than `--minutes`; what a part leaves over, the next ones may
+use. After each part OUT.md and OUT.json are written anew. The last line of the output is JSON, before it are tables.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import subprocess
+import os
+import shutil
+import signal
 import sys
 import time
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from datetime import date
+from pathlib import Path
+from typing import Any
 
-from benchmarks.common import facts
-from benchmarks.device import SIMULATED, device_of, name_of
+from benchmarks.gpu_parts import GRACE_SECONDS, Part, Result, run
 
-
-class Part(NamedTuple):
-    """A command, and the seconds that it is given at most."""
-
-    name: str
-    command: list[str]
-    limit_s: float
-    # The options that try the script itself.
-    tiny: list[str]
+SIMULATED = "simulated"
+MINUTES = 9.0
+# This process's own: imports, looks at the device, files.
+OWN_SECONDS = 12.0
 
 
-def parts(device: str) -> list[Part]:
+def parts(device: str, *, tiny: bool = False) -> list[Part]:
     """In the order of their worth, should the time not suffice."""
-    on_device = ["--device", device]
-    gpu_step = ["benchmarks.gpu_step", *on_device]
-    small = ["--tiny", "--rounds", "1"]
-    plugin = ["-p", "tests.harness.on_simulated"] if device == SIMULATED else []
-    fake, alone = ["--groups", "fake 8", "--precisions", "mixed"], ["--groups", "world 1", "--precisions", "bf16"]
-    found = [
-        Part("tests", ["pytest", "-q", *plugin, "tests/gpu"], 120, ["--collect-only"]),
-        Part("ranks", ["benchmarks.gpu_ranks", *on_device, "--limit", "75"], 150, [*small, "--limit", "300"]),
-        Part("step, 8B-shaped", [*gpu_step, "--shapes", "8B"], 210, [*small, *fake, "--ways", "fullshard"]),
-        Part("memory", ["benchmarks.memory", *on_device, "--worlds", "8"], 120, ["--tiny"]),
-        Part("step, 1B-shaped", [*gpu_step, "--shapes", "1B"], 150, [*small, *alone, "--ways", "fsdp2", "fullshard"]),
+    given = ["--device", device, *(["--tiny"] if tiny else [])]
+    ranks, step = ["benchmarks.gpu_ranks", *given], ["benchmarks.gpu_step", *given]
+    few = ["--rounds", "1"] if tiny else []
+    settings = ["--settings", "1"] if tiny else []
+    sanitizer = ["benchmarks.gpu_ranks", *given, "--kind", "sanitized"]
+    return [
+        Part("nccl pair", [*ranks, "--kind", "nccl pair"], 60),
+        Part("tests", ["benchmarks.gpu_tests", *given], 40),
+        Part("step 8B", [*step, "--shape", "8B", *few, *settings], 105),
+        Part("step 1B", [*step, "--shape", "1B", *few, *settings], 55),
+        Part("world 1", [*ranks, "--kind", "world 1", *few], 45),
+        Part("gloo pair", [*ranks, "--kind", "gloo pair"], 50),
+        Part("plan", ["benchmarks.gpu_plan", *given, *few], 55),
+        Part("two devices", [*ranks, "--kind", "two devices", *few], 30),
+        Part("sanitizer", sanitizer, 20),
+        Part("compiled", [*step, "--shape", "1B", "--compiled", *few], 40),
     ]
-    # It needs no device, and is nothing but times.
-    return found if device == SIMULATED else [*found, Part("host", ["benchmarks.host", "--rounds", "20"], 60, small)]
 
 
-def run(part: Part, *, tiny: bool, limit_s: float) -> dict[str, Any]:
-    """Run it; what came of it, in seconds and text. The last line of a benchmark is JSON."""
-    command = [sys.executable, "-m", *part.command, *(part.tiny if tiny else [])]
-    begun = time.monotonic()
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=limit_s)
-        code, text, errors = done.returncode, done.stdout, done.stderr
-    except subprocess.TimeoutExpired as expired:
-        code, errors = -1, f"ran past {limit_s:.0f} s"
-        text = expired.stdout.decode() if isinstance(expired.stdout, bytes) else expired.stdout or ""
-    lines = text.strip().splitlines()
-    figures: Any = None
-    if lines and lines[-1].startswith("{"):
-        figures = json.loads(lines.pop())
-    found = {
-        "ok": code == 0,
-        "seconds": round(time.monotonic() - begun, 1),
-        "text": "\n".join(lines),
-        "figures": figures,
+def longest_seconds(found: Sequence[Part]) -> float:
+    """What a run of these parts takes at most."""
+    return OWN_SECONDS + sum(part.limit_s + GRACE_SECONDS for part in found)
+
+
+def allowed_seconds(part: Part, later: Sequence[Part], left: float) -> float:
+    """The limit of `part` with `left` seconds before the end: what `later` parts do not need, its own limit if they
+    would need all, and never more than there is."""
+    spare = left - sum(one.limit_s + GRACE_SECONDS for one in later) - GRACE_SECONDS
+    return min(max(spare, part.limit_s), left - GRACE_SECONDS)
+
+
+def cannot(part: Part, device: str) -> str:
+    """Why it cannot run here, without starting it; "" if it can."""
+    if part.name == "sanitizer" and device != SIMULATED and shutil.which("compute-sanitizer") is None:
+        return "no compute-sanitizer on PATH"
+    if part.name == "two devices" and device != SIMULATED:
+        import torch
+
+        # Asks the driver's library, and makes no context.
+        if (count := torch.cuda.device_count() if device == "cuda" else 1) < 2:
+            return f"{count} device"
+    return ""
+
+
+# ---- what is written -------------------------------------------------------------------------------------------------
+
+
+def markdown(results: Mapping[str, Result], facts: Mapping[str, Any]) -> str:
+    """All of it as tables: the parts, then each part's rows."""
+    lines = [
+        f"# {facts.get('device', 'A GPU')}, {facts.get('date', '')}",
+        "",
+        "Written by `python -m benchmarks.gpu` ([what the columns are](gpu.md)).",
+        "",
+        "; ".join(f"{key} {value}" for key, value in facts.items() if key not in ("device", "date")),
+        "",
+        *_table([_summary(name, result) for name, result in results.items()]),
+    ]
+    for name, result in results.items():
+        # The machine is above.
+        shown_rows = [row for row in result.rows if row["what"] != "machine"]
+        if shown_rows:
+            lines += ["", f"## {name}", ""]
+            # Rows of alike columns make a table.
+            for _, rows in _alike(shown_rows):
+                lines += [*_table(rows), ""]
+        shown = result.warned[-8:] if result.error else []
+        if shown:
+            lines += ["", "```text", *shown, "```"]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _summary(name: str, result: Result) -> dict[str, Any]:
+    failed = [row for row in result.rows if "could_not" in row]
+    return {
+        "part": name,
+        "result": "ok" if result.ok else "not all of it" if result.rows else "nothing",
+        "seconds": round(result.seconds, 1),
+        "rows": len(result.rows),
+        "could not": len(failed),
+        "ended": result.error or "well",
     }
-    if code:
-        found["error"] = "\n".join(errors.strip().splitlines()[-5:])
+
+
+def _alike(rows: Sequence[Mapping[str, Any]]) -> list[tuple[list[str], list[Mapping[str, Any]]]]:
+    """Neighbours of the same columns together; a row that could not goes with those before it."""
+    found: list[tuple[list[str], list[Mapping[str, Any]]]] = []
+    for row in rows:
+        if not found or (list(row) != found[-1][0] and "could_not" not in row):
+            found.append((list(row), []))
+        found[-1][1].append(row)
     return found
+
+
+def _table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    lines = ["| " + " | ".join(name.replace("_", " ") for name in names) + " |", "|---" * len(names) + "|"]
+    return lines + ["| " + " | ".join(_cell(row.get(name)) for name in names) + " |" for row in rows]
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    if isinstance(value, Mapping):
+        return "; ".join(f"{key} {_cell(one)}" for key, one in value.items())
+    if isinstance(value, list):
+        return "; ".join(map(_cell, value))
+    return str(value).replace("|", "\\|").replace("\n", " ")
+
+
+def as_json(results: Mapping[str, Result], facts: Mapping[str, Any]) -> str:
+    """All of it on one line."""
+    found = {
+        name: {"ok": one.ok, "seconds": round(one.seconds, 1), "error": one.error, "rows": one.rows}
+        | ({"warned": one.warned} if one.warned else {})
+        | ({"text": one.text[-200:]} if one.text else {})
+        for name, one in results.items()
+    }
+    return json.dumps({"benchmark": "gpu", "facts": dict(facts), "results": found})
+
+
+def write(out: Path | None, results: Mapping[str, Result], facts: Mapping[str, Any]) -> None:
+    """The two files, each replaced in one step."""
+    for suffix, text in ((".md", markdown(results, facts)), (".json", as_json(results, facts) + "\n")):
+        if out is not None:
+            new = out.with_name(out.name + suffix + ".new")
+            new.write_text(text, encoding="utf-8")
+            new.replace(out.with_name(out.name + suffix))
+
+
+# ---- the run ---------------------------------------------------------------------------------------------------------
+
+
+def run_all(
+    found: Sequence[Part], device: str, minutes: float, out: Path | None, facts: dict[str, Any]
+) -> dict[str, Result]:
+    """Run them in order. A signal that ends this process ends the part, and what is there is written."""
+    end = time.monotonic() + 60 * minutes - OWN_SECONDS
+    results: dict[str, Result] = {}
+    for place, part in enumerate(found):
+        print(f"\n==== {part.name} ====", flush=True)
+        seconds = allowed_seconds(part, found[place + 1 :], end - time.monotonic())
+        why = cannot(part, device)
+        if not why and seconds < min(part.limit_s, 10.0):
+            why = f"{max(seconds, 0):.0f} s left"
+        if why:
+            results[part.name] = Result(rows=[{"what": part.name, "could_not": why}])
+            print(f"could not: {why}", flush=True)
+        else:
+            one = results[part.name] = Result()
+            try:
+                run(part, seconds, _show, one)
+            finally:
+                write(out, results, facts)
+            print(f"==== {part.name}: {'ok' if one.ok else one.error or 'not all of it'}, {one.seconds:.0f} s ====")
+            if one.error:
+                print("\n".join(one.warned), flush=True)
+            for row in one.rows:
+                if row.get("what") == "machine":
+                    facts |= {key: value for key, value in row.items() if key != "what"}
+        write(out, results, facts)
+    return results
+
+
+def _show(line: str) -> None:
+    print(line[:2000], flush=True)
+
+
+def _ends(number: int, _: object) -> None:
+    raise SystemExit(f"ended by {signal.Signals(number).name}")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda", help="cuda (the default), another one, or simulated")
-    parser.add_argument("--minutes", type=float, default=9.5, help="for all parts together (default: 9.5)")
+    parser.add_argument("--minutes", type=float, default=MINUTES, help="for all of it (default: %(default)s)")
     parser.add_argument("--tiny", action="store_true", help="small sizes, to try the script itself")
     parser.add_argument("--parts", nargs="+", metavar="PART", help="only these; default: all of them")
+    parser.add_argument("--out", type=Path, help="write OUT.md and OUT.json, after each part")
     options = parser.parse_args()
-    device = device_of(options.device)
-    if device.type == SIMULATED:
-        print("no hardware: this tries the script; times on this device mean nothing and are left out")
-    end = time.monotonic() + 60 * options.minutes
-    results: dict[str, Any] = {}
-    found_parts = parts(options.device)
-    names = [part.name for part in found_parts]
+    found = parts(options.device, tiny=options.tiny)
+    names = [part.name for part in found]
     if unknown := set(options.parts or ()).difference(names):
         parser.error(f"--parts: expected some of {', '.join(map(repr, names))}, found {sorted(unknown)}")
-    for part in found_parts:
-        if options.parts and part.name not in options.parts:
-            continue
-        left = end - time.monotonic()
-        if left < 15:
-            results[part.name] = {"ok": False, "seconds": 0.0, "text": "", "figures": None, "error": "no time left"}
-        else:
-            results[part.name] = run(part, tiny=options.tiny, limit_s=left if options.tiny else min(left, part.limit_s))
-        found = results[part.name]
-        print(f"\n==== {part.name}: {'ok' if found['ok'] else 'FAILED'}, {found['seconds']:.0f} s ====")
-        print(found["text"])
-        if "error" in found:
-            print(found["error"])
-        sys.stdout.flush()
-    print(f"\n{'part':20} {'result':>8} {'seconds':>8}  (of the part itself)")
-    for name, found in results.items():
-        print(f"{name:20} {'ok' if found['ok'] else 'FAILED':>8} {found['seconds']:8.1f}")
-    answers = {name: {key: found[key] for key in ("ok", "seconds", "figures")} for name, found in results.items()}
-    print()
-    print(json.dumps({"benchmark": "gpu", "facts": facts(), "device": name_of(device), "results": answers}))
+    if options.device == SIMULATED:
+        print("no hardware: this tries the script; times on this device mean nothing and are left out")
+    if options.out is not None:
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+    signal.signal(signal.SIGTERM, _ends)
+    # Parts import from here, wherever the package is.
+    root = Path(__file__).parents[1]
+    paths = [str(root / "src"), str(root), os.environ.get("PYTHONPATH", "")]
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+    facts: dict[str, Any] = {"device": options.device, "date": date.today().isoformat()}
+    chosen = [part for part in found if not options.parts or part.name in options.parts]
+    results = run_all(chosen, options.device, options.minutes, options.out, facts)
+    print("\n" + markdown(results, facts))
+    print(as_json(results, facts))
+    sys.stdout.flush()
 
 
 if __name__ == "__main__":

@@ -1,338 +1,220 @@
-"""Real messages on the devices of one machine, one rank each: numbers, memory, time, overlap and offload; one table.
+"""Ranks with real messages on the devices of one machine, check by check; each prints its rows as soon as it has them.
 
-python -m benchmarks.gpu_ranks                          one GPU, and two where there are two
-python -m benchmarks.gpu_ranks --device simulated --tiny  the script itself, without hardware: times are left out
+    python -m benchmarks.gpu_ranks --kind "nccl pair"
+    python -m benchmarks.gpu_ranks --kind "world 1" --device simulated --tiny     without hardware: times are left out
 
-bare            plain blocks with a batch of their own: no messages
-fsdp2           torch's
-fullshard       ours
-none ahead      ours, gathers when they are needed: what overlap saves is the difference to `fullshard`
-offload         ours, shards and optimizer on the host
+    nccl pair     two ranks of NCCL on one device. NCCL refuses two ranks of one host there; each gets an NCCL_HOSTID of
+                  its own, loopback sockets, no P2P and no shared memory. It may refuse that too: then a row says so
+    world 1       one rank of NCCL;  gloo pair: two ranks of gloo with tensors of one device
+    two devices   two ranks of NCCL with a device each
+    sanitized     two short steps of one rank, under compute-sanitizer
 
-apart           parity: the largest difference of a parameter to plain training on the batches of all ranks, after
-                three steps of SGD in float32, over the largest element of that parameter
-peak, report    the peak of forward and backward, beyond optimizer state and what a bare model holds between its
-                forward and backward; what `fullshard.report` says of it (4 tokens, so that parameters dominate)
-step            forward, backward and AdamW, mixed precision, by events of the device; medians, ways in turns
-exposed         step of a way minus that of the bare blocks: what sharding costs in all
-hidden          1 - exposed / messages alone: the bytes of all gathers and reductions, sent in a row without compute
-up, down        bytes per second between host and device, page-locked memory of a block's shards
+A check (gpu_checks.py) that raises, hangs or ends its process costs its row, which says why, and a start of new ranks
+for the checks after it.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
-import json
-import statistics
+import os
+import shutil
 import subprocess
 import sys
 import tempfile
 import time
 import warnings
-from dataclasses import replace
-from typing import Any
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
 
-import torch
 import torch.distributed as dist
-from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 
-from benchmarks.common import facts, paired_ratio
-from benchmarks.device import Clock, count_of, device_of, has_times, module_of, name_of, spelt, synchronize
-from benchmarks.gpu_step import BF16, FP32, TINY, Block, BlockShape
+from benchmarks.device import SIMULATED, device_of, machine, module_of
+from benchmarks.gpu_checks import CHECK_SECONDS, CHECKS, TRAINING, Rank
+from benchmarks.gpu_parts import reason, row, shows_stacks
 
-SHAPE = BlockShape(width=4096, hidden=14336, heads=32, kv_heads=8, blocks=4, length=4096)
-# Numbers are compared in float32, where both sides fit.
-SMALL = BlockShape(width=512, hidden=1024, heads=8, kv_heads=4, blocks=3, length=64)
-# For bytes, where parameters are to dominate.
-TINY_BYTES = BlockShape(width=256, hidden=512, heads=4, kv_heads=2, blocks=3)
-WAYS = ("bare", "fsdp2", "fullshard", "none ahead", "offload")
-FEW_TOKENS = 4
-WARMUP = 3
+# The first check takes so much longer, because ranks start.
+START_SECONDS = 25.0
 
 
-def build(way: str, shape: BlockShape, device: torch.device, *, mixed: bool) -> nn.Module:
-    """The chain of blocks, with the same initial values whatever the way."""
-    import torch.distributed.fsdp as torch_fsdp
+class Kind(NamedTuple):
+    """`backend`: on CUDA; elsewhere the backend of the device. `devices`: one for all ranks, or one for each. `host`:
+    tensors of the host go over gloo, as by torch's default; without it NCCL is alone."""
 
-    import fullshard
-
-    torch.manual_seed(0)
-    model: Any = nn.Sequential(*(Block(shape) for _ in range(shape.blocks))).to(device)
-    if way == "bare":
-        return model.to(BF16) if mixed else model
-    library: Any = torch_fsdp if way == "fsdp2" else fullshard
-    options: dict[str, Any] = {"mesh": init_device_mesh(device.type, (dist.get_world_size(),))}
-    if mixed:
-        options["mp_policy"] = library.MixedPrecisionPolicy(BF16, FP32)
-    if way == "offload":
-        options["offload_policy"] = library.CPUOffloadPolicy()
-    for block in model:
-        library.fully_shard(block, **options)
-    library.fully_shard(model, **options)
-    if way == "none ahead":
-        model.set_memory_budget(prefetch=0)
-    return model
+    backend: str
+    world: int
+    checks: tuple[str, ...]
+    devices: int = 1
+    host: bool = True
 
 
-def batch_of(shape: BlockShape, step: int, rank: int, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(1000 * step + rank)
-    return torch.randn(1, shape.length, shape.width, generator=generator).to(device, dtype)
+KINDS = {
+    "nccl pair": Kind(
+        "nccl",
+        2,
+        ("message", "laziness", "data groups", "coalesced", "plain", "clip", "mixed", "HSDP", "waits", "abort"),
+        host=False,
+    ),
+    "world 1": Kind("nccl", 1, ("message", "laziness", *TRAINING, "checkpoint", "waits", "copies", "peak", "steps")),
+    "gloo pair": Kind("gloo", 2, ("message", "data groups", *TRAINING, "checkpoint", "abort")),
+    "two devices": Kind(
+        "nccl", 2, ("message", "data groups", "bandwidth", "steps", "plain", "HSDP", "peak", "abort"), devices=2
+    ),
+    "sanitized": Kind("nccl", 1, ("short steps",)),
+}
 
 
-def loss_of(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    return model(x).float().square().mean()
+# ---- on each rank ----------------------------------------------------------------------------------------------------
 
 
-# ---- what is measured, on each rank ---------------------------------------------------------------------------------
-
-
-def parity(ways: list[str], shape: BlockShape, device: torch.device) -> dict[str, float]:
-    """By way: the largest difference to plain training, over the largest element of the parameter."""
-    rank, world = dist.get_rank(), dist.get_world_size()
-    trained: dict[str, list[torch.Tensor]] = {}
-    for way in ways:
-        model = build(way, shape, device, mixed=False)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for step in range(3):
-            for other in range(world) if way == "bare" else [rank]:
-                loss = loss_of(model, batch_of(shape, step, other, device, FP32))
-                (loss / world if way == "bare" else loss).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        trained[way] = [whole(p, device) for p in model.parameters()]
-        del model, optimizer
-    pairs = {way: zip(trained[way], trained["bare"], strict=True) for way in ways}
-    return {way: max(float((p - q).abs().max() / q.abs().max()) for p, q in pairs[way]) for way in ways}
-
-
-def whole(parameter: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """The values of a parameter, on the host; those of shards on the host go over the device."""
-    found = parameter.detach()
-    if hasattr(found, "full_tensor"):
-        found = found.to(device).full_tensor()
-    return found.cpu()
-
-
-def memory_of(way: str, shape: BlockShape, device: torch.device, bare_nbytes: int) -> dict[str, int]:
-    """Bytes of a steady step on the device, and what the report says."""
-    import fullshard
-    from fullshard.param.initial import table_nbytes
-
-    memory = module_of(device)
-    gc.collect()
-    # Earlier models of ours left a table, which is theirs alone.
-    begun = memory.memory_allocated() - (table_nbytes(device) if way not in ("bare", "fsdp2") else 0)
-    model = build(way, shape, device, mixed=True)
-    optimizer = torch.optim.AdamW(model.parameters())
-    x = batch_of(shape, 0, dist.get_rank(), device, BF16)
-    found: dict[str, int] = {}
-    for _ in range(WARMUP):
-        synchronize(device)
-        memory.reset_peak_memory_stats()
-        loss = loss_of(model, x)
-        if way == "bare":
-            found["held"] = memory.memory_allocated() - begun - sum(p.nbytes for p in model.parameters())
-        loss.backward()
-        synchronize(device)
-        state = [local(t) for values in optimizer.state.values() for t in values.values()]
-        found["peak"] = memory.max_memory_allocated() - begun - bare_nbytes
-        found["peak"] -= sum(t.nbytes for t in state if t.device.type == device.type)
-        optimizer.step()
-        if way == "bare":
-            break
-        optimizer.zero_grad()
-    if way not in ("bare", "fsdp2"):
-        found["report"] = fullshard.report(model).peak_nbytes
-    return found
-
-
-def local(tensor: Any) -> torch.Tensor:
-    found: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    return found
-
-
-def times_of(ways: list[str], shape: BlockShape, device: torch.device, rounds: int) -> dict[str, list[float]]:
-    """Seconds of a step by way and round."""
-    steps = {}
-    for way in ways:
-        model = build(way, shape, device, mixed=True)
-        optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
-        steps[way] = model, optimizer
-    x = batch_of(shape, 0, dist.get_rank(), device, BF16)
-    clocks = {way: Clock(device) for way in ways}
-    for current in range(WARMUP + rounds):
-        for way, (model, optimizer) in steps.items():
-            if current >= WARMUP:
-                clocks[way].mark()
-            loss_of(model, x).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            if current >= WARMUP:
-                clocks[way].mark()
-    return {way: clock.seconds() for way, clock in clocks.items()}
-
-
-def messages_alone(shape: BlockShape, device: torch.device, rounds: int) -> list[float]:
-    """Seconds of the gathers of forward and backward and of the reductions of one step, without compute."""
-    world = dist.get_world_size()
-    with torch.device("meta"):
-        numel = sum(p.numel() for p in Block(shape).parameters())
-    numel = -(-numel // world) * world
-    full, gradient = (torch.zeros(numel, dtype=dtype, device=device) for dtype in (BF16, FP32))
-    shard, reduced = (torch.zeros(numel // world, dtype=dtype, device=device) for dtype in (BF16, FP32))
-    clock = Clock(device)
-    for current in range(WARMUP + rounds):
-        if current >= WARMUP:
-            clock.mark()
-        for _ in range(shape.blocks):
-            dist.all_gather_into_tensor(full, shard)
-            dist.all_gather_into_tensor(full, shard)
-            dist.reduce_scatter_tensor(reduced, gradient)
-        if current >= WARMUP:
-            clock.mark()
-    return clock.seconds()
-
-
-def copies(shape: BlockShape, device: torch.device, rounds: int) -> dict[str, float]:
-    """Bytes per second of the shards of a block, up to the device and down to the host."""
-    with torch.device("meta"):
-        numel = sum(p.numel() for p in Block(shape).parameters()) // dist.get_world_size()
-    host, there = torch.zeros(numel, pin_memory=True), torch.zeros(numel, device=device)
-    found = {}
-    for name, (out, source) in {"up": (there, host), "down": (host, there)}.items():
-        clock = Clock(device)
-        for _ in range(WARMUP + rounds):
-            clock.mark()
-            out.copy_(source, non_blocking=True)
-            clock.mark()
-        found[name] = host.nbytes / statistics.median(clock.seconds()[WARMUP:])
-    return found
-
-
-def work(options: argparse.Namespace) -> dict[str, Any]:
-    """All of it, on this rank."""
-    device = device_of(options.device, 0 if options.device == "simulated" else options.rank)
-    backend = dist.get_default_backend_for_device(device)
-    dist.init_process_group(
-        backend, init_method=f"file://{options.folder}/rendezvous", rank=options.rank, world_size=options.world
-    )
-    shape, ways = (TINY, list(WAYS)) if options.tiny else (SHAPE, list(WAYS))
-    small = TINY if options.tiny else SMALL
-    found: dict[str, Any] = {"apart": parity(ways, small, device)}
-    few = replace(TINY_BYTES if options.tiny else shape, length=FEW_TOKENS)
-    held = memory_of("bare", few, device, 0)["held"]
-    found["memory"] = {way: memory_of(way, few, device, held) for way in ways if way != "bare"}
-    gc.collect()
-    module_of(device).empty_cache()
-    times, copied = times_of(ways, shape, device, options.rounds), copies(shape, device, options.rounds)
-    alone = messages_alone(shape, device, options.rounds) if options.world > 1 else None
-    if has_times(device):
-        found |= {"times": times, "copies": copied, "messages_alone": alone}
-    dist.destroy_process_group()
-    return found
-
-
-# ---- in the process that asks ---------------------------------------------------------------------------------------
-
-
-def ask(world: int, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """What each rank found, in a process of its own."""
-    with tempfile.TemporaryDirectory(prefix="fullshard-bench-") as folder:
-        command = [sys.executable, "-m", "benchmarks.gpu_ranks", "--device", options.device, "--folder", folder]
-        command += ["--world", str(world), "--rounds", str(options.rounds)] + ["--tiny"] * options.tiny
-        ranks = []
-        for rank in range(world):
-            output = open(f"{folder}/output{rank}", "w+")  # noqa: SIM115
-            ranks.append((subprocess.Popen([*command, "--rank", str(rank)], stdout=output, stderr=output), output))
-        end = time.monotonic() + options.limit
+def work(options: argparse.Namespace) -> None:
+    """The checks, on this rank. A check that failed anywhere ends all ranks."""
+    warnings.filterwarnings("ignore", module="torch")
+    kind = KINDS[options.kind]
+    device = device_of(options.device, options.rank if kind.devices > 1 and options.device != SIMULATED else 0)
+    backend = kind.backend if device.type == "cuda" else dist.get_default_backend_for_device(device)
+    folder = Path(options.folder)
+    at = Rank(options.rank, kind.world, device, backend, folder, options.tiny, options.rounds)
+    if at.rank == 0 and options.checks[0] == kind.checks[0]:
+        row("machine", **machine(device))
+    both = f"cpu:gloo,{device.type}:{backend}" if kind.host and backend != "gloo" else backend
+    dist.init_process_group(both, init_method=f"file://{folder}/rendezvous", rank=at.rank, world_size=at.world)
+    for name in options.checks:
         try:
-            while any(process.poll() is None for process, _ in ranks):
-                if time.monotonic() > end or any(process.poll() for process, _ in ranks):
-                    break
-                time.sleep(0.1)
-        finally:
-            for process, _ in ranks:
-                process.kill()
-                process.wait()
-        texts = []
-        for _, output in ranks:
-            output.seek(0)
-            texts.append(output.read())
-            output.close()
-        for (process, _), text in zip(ranks, texts, strict=True):
-            if process.returncode:
-                raise SystemExit(f"{world} ranks: a rank ended with {process.returncode}:\n{text[-3000:]}")
-        return [json.loads(text.splitlines()[-1]) for text in texts]
+            for figures in CHECKS[name](at):
+                if at.rank == 0:
+                    row(name, **figures)
+            gc.collect()
+            module_of(device).empty_cache()
+        except Exception as error:
+            row(name, rank=at.rank, could_not=reason(error))
+            _note(at, name, "failed")
+            # Groups may be at different messages now.
+            os._exit(3)
+        _note(at, name, "ok")
+        while (ends := _ends(folder, at.world, name)).count("") and "failed" not in ends:
+            time.sleep(0.01)
+        if "failed" in ends:
+            os._exit(3)
+    dist.destroy_process_group()
 
 
-def report(world: int, options: argparse.Namespace, device: torch.device) -> dict[str, Any]:
-    """Measure with `world` ranks and print the table; its figures, those of rank 0."""
-    found = ask(world, options)[0]
-    times, alone = found.get("times"), found.get("messages_alone")
-    sent = statistics.median(alone) if alone else None
-    print(f"\n{world} of {name_of(device)}; times in ms, bytes in MiB")
-    if times is None:
-        print("  no hardware: its times mean nothing, and are left out")
-    print(
-        f"  {'':12} {'apart':>9} {'peak':>9} {'report':>9} {'ratio':>7} {'step':>9} {'/ bare':>7} {'/ fsdp2':>8} "
-        f"{'exposed':>8} {'hidden':>7}"
-    )
-    rows: dict[str, dict[str, float | None]] = {}
-    for way in WAYS:
-        memory = found["memory"].get(way, {})
-        peak, told = memory.get("peak"), memory.get("report")
-        row: dict[str, float | None] = {
-            "apart": found["apart"][way],
-            "peak": peak and peak / 2**20,
-            "report": told and told / 2**20,
-            "peak / report": peak / told if told else None,
-            **dict.fromkeys(("step", "/ bare", "/ fsdp2", "exposed", "hidden")),
+def _note(at: Rank, check: str, what: str) -> None:
+    path = at.folder / f"end of {check} {at.rank}"
+    path.with_suffix(".new").write_text(what)
+    path.with_suffix(".new").replace(path)
+
+
+def _ends(folder: Path, world: int, check: str) -> list[str]:
+    """What each rank said of a check; "" before it has ended there."""
+    paths = [folder / f"end of {check} {rank}" for rank in range(world)]
+    return [path.read_text() if path.exists() else "" for path in paths]
+
+
+# ---- in the process that asks ----------------------------------------------------------------------------------------
+
+
+def environment(kind: str, rank: int) -> dict[str, str]:
+    """What NCCL and gloo find. For two ranks on one device: hosts of their own, which share nothing but sockets."""
+    found = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo", "NCCL_DEBUG": "WARN", "OMP_NUM_THREADS": "4"}
+    if kind == "nccl pair":
+        found |= {
+            "NCCL_HOSTID": f"fullshard-{rank}",
+            "NCCL_P2P_DISABLE": "1",
+            "NCCL_SHM_DISABLE": "1",
+            "NCCL_IB_DISABLE": "1",
+            "NCCL_NVLS_ENABLE": "0",
+            "NCCL_CUMEM_HOST_ENABLE": "0",
         }
-        if times is not None:
-            exposed = statistics.median(a - b for a, b in zip(times[way], times["bare"], strict=True))
-            row |= {
-                "step": 1e3 * statistics.median(times[way]),
-                "/ bare": paired_ratio(times[way], times["bare"]),
-                "/ fsdp2": paired_ratio(times[way], times["fsdp2"]),
-                "exposed": 1e3 * exposed,
-                "hidden": 1 - exposed / sent if sent else None,
-            }
-        rows[way] = row
-        cells = zip(row.values(), (".1e", ".2f", ".2f", ".3f", ".2f", ".3f", ".3f", ".2f", ".2f"), strict=True)
-        widths = (9, 9, 9, 7, 9, 7, 8, 8, 7)
-        print(f"  {way:12} " + " ".join(spelt(v, f, w) for (v, f), w in zip(cells, widths, strict=True)), flush=True)
-    copied = found.get("copies")
-    if times is not None:
-        up, down = copied["up"] / 1e9, copied["down"] / 1e9
-        print(
-            f"  messages alone {spelt(sent and 1e3 * sent, '.2f', 1)}; copies: up {up:.1f} GB/s, down {down:.1f} GB/s"
-        )
-    return {"world": world, "ways": rows, "copies": copied, "messages_alone_s": sent}
+    return found
+
+
+def supervise(options: argparse.Namespace) -> None:
+    """Run all checks, with new ranks after each one that failed."""
+    kind = KINDS[options.kind]
+    left = list(options.checks or kind.checks)
+    while left:
+        broken = run_ranks(options, left)
+        if broken is None:
+            return
+        first, left = left[0], left[left.index(broken) + 1 :]
+        if broken == first == "message":
+            for name in left:
+                row(name, could_not="not tried, because ranks cannot send a message")
+            return
+
+
+def run_ranks(options: argparse.Namespace, checks: Sequence[str]) -> str | None:
+    """Start ranks for these checks; the check that failed, or None."""
+    kind = KINDS[options.kind]
+    with tempfile.TemporaryDirectory(prefix="fullshard-bench-", ignore_cleanup_errors=True) as folder:
+        command = [sys.executable, "-m", "benchmarks.gpu_ranks", "--device", options.device, "--kind", options.kind]
+        command += ["--folder", folder, "--rounds", str(options.rounds), *(["--tiny"] if options.tiny else [])]
+        command += ["--checks", *checks]
+        if options.kind == "sanitized" and (sanitizer := shutil.which("compute-sanitizer")):
+            command = [sanitizer, "--tool", "memcheck", "--error-exitcode", "9", *command]
+        # In this session, so that ending the part ends them; rows go straight to where this process prints.
+        ranks = [
+            subprocess.Popen([*command, "--rank", str(rank)], env={**os.environ, **environment(options.kind, rank)})
+            for rank in range(kind.world)
+        ]
+        try:
+            return _watch(ranks, Path(folder), checks)
+        finally:
+            for rank in ranks:
+                rank.kill()
+                with suppress(subprocess.TimeoutExpired):
+                    rank.wait(5)
+
+
+def _watch(ranks: Sequence[subprocess.Popen[bytes]], folder: Path, checks: Sequence[str]) -> str | None:
+    """Until all have ended, or one check did not: which."""
+    end = time.monotonic() + START_SECONDS + CHECK_SECONDS
+    for check in checks:
+        while (ends := _ends(folder, len(ranks), check)).count(""):
+            ended = [rank.poll() for rank in ranks]
+            late = time.monotonic() > end
+            died = [(place, code) for place, code in enumerate(ended) if code is not None and not ends[place]]
+            if "failed" in ends:
+                return check
+            if died or late:
+                # What was said meanwhile counts.
+                if _ends(folder, len(ranks), check).count("") == 0:
+                    continue
+                codes = "; ".join(f"rank {place} ended with {code}" for place, code in died)
+                missing = [place for place, what in enumerate(ends) if not what]
+                row(check, could_not=codes or f"no end after its {CHECK_SECONDS:.0f} s on ranks {missing}")
+                return check
+            time.sleep(0.02)
+        if "failed" in ends:
+            return check
+        end = time.monotonic() + CHECK_SECONDS
+    for rank in ranks:
+        with suppress(subprocess.TimeoutExpired):
+            rank.wait(max(end - time.monotonic(), 0.1))
+    codes = [rank.poll() for rank in ranks]
+    if any(codes):
+        row("end", could_not=f"ranks ended with {codes}")
+    return None
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda", help="cuda (the default), another one, or simulated")
-    parser.add_argument("--rounds", type=int, default=10, help="measured rounds (default: 10)")
-    parser.add_argument("--limit", type=float, default=120, help="seconds for each number of ranks (default: 120)")
+    parser.add_argument("--kind", choices=KINDS, default="world 1")
+    parser.add_argument("--checks", nargs="+", choices=CHECKS, help="only these; default: all of the kind")
+    parser.add_argument("--rounds", type=int, default=8, help="measured rounds (default: 8)")
     parser.add_argument("--tiny", action="store_true", help="small blocks, to try the script itself")
-    parser.add_argument("--world", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--folder", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    warnings.filterwarnings("ignore", category=UserWarning, module="torch")
-    warnings.filterwarnings("ignore", category=FutureWarning, module="torch")
-    if options.rank is not None:
-        print(json.dumps(work(options)))
-        return
-    device = device_of(options.device)
-    results = [report(world, options, device) for world in range(1, count_of(options.device) + 1)]
-    shape = TINY if options.tiny else SHAPE
-    found = {"benchmark": "gpu_ranks", "facts": facts(), "device": name_of(device), "model": vars(shape)}
-    print()
-    print(json.dumps(found | {"results": results}))
+    shows_stacks()
+    if options.rank is None:
+        supervise(options)
+    else:
+        work(options)
 
 
 if __name__ == "__main__":

@@ -1,21 +1,23 @@
-"""One GPU: forward and backward of Llama-3-shaped blocks, bare and sharded; a world of one, and a fake group of 8.
+"""Forward and backward of Llama-3-shaped blocks on one GPU: bare, and as rank 0 of 8 whose messages take their time.
 
-    python -m benchmarks.gpu_step                     all settings, about four minutes on an H100
-    python -m benchmarks.gpu_step --device cpu --tiny the script itself, on any machine; or --device simulated
+    python -m benchmarks.gpu_step --shape 8B              about a minute and a half on an H100 (estimated)
+    python -m benchmarks.gpu_step --device simulated --tiny --rounds 1        the script itself, without hardware
 
-    bare         the blocks as they are; in mixed precision, computed in bf16 throughout
-    fsdp2, fsdp1 torch's
-    fullshard    ours, with the plan of NCCL
+    bare        the blocks as they are, in bf16 throughout
+    fsdp2       torch's; fullshard: ours. Messages of both are those of gpu_messages
+    bf16        parameters, compute and gradients in bf16;  mixed: float32 parameters, bf16 compute, float32 reduction
+    recompute   each block under torch.utils.checkpoint
+    link        bandwidth of each link of the ring; "no time": messages take what their copies take
 
-    world 1      a group of one rank: what sharding costs where there is nothing to share
-    fake 8       this rank's part of eight. Messages take no time and bring nothing, so values are meaningless, while
-                 kernels, streams, allocations and host time are those of a rank of eight
-    bf16         parameters, compute and gradients in bf16;  mixed: float32 parameters, bf16 compute, float32 reduction
+Rows, each printed as soon as it is measured; medians over rounds, in which all ways take their steps in turn:
 
-A setting has processes of its own, one for each way that measures memory and one in which all ways take their steps in
-turn. Reported: the median time of a step by events of the device, its ratio to the bare step of the same round; bytes
-that a way holds between steps, the peak of a step beyond them, and what the allocator reserved over what it gave out;
-the kernels of a step that are not among those of the bare step, on the stream that computes and on others.
+    link        a gather without compute: seconds asked for, measured, and of the host for the call
+    gradients   of both libraries, how far apart
+    memory      a way alone: bytes between steps, the peak of a step beyond them, reserved / allocated, retries of the
+                allocator
+    kernels     of one step: on the stream that computes, on others, and those that the bare step does not run
+    step        ms of a step by events of the device; `over bare`, `over fsdp2`: ratios within a round; `exposed`: ms
+                more than with messages that take no time; `host`: ms of the host for a step on an idle device
 """
 
 from __future__ import annotations
@@ -23,28 +25,30 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import math
 import os
 import statistics
-import subprocess
-import sys
 import tempfile
+import time
 import warnings
 from collections import Counter
-from collections.abc import Callable
-from contextlib import nullcontext
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.checkpoint import checkpoint
 
-from benchmarks.common import facts, paired_ratio
-from benchmarks.counting import nccl_plan
-from benchmarks.device import Clock, device_of, has_times, module_of, name_of, spelt, start_fake, synchronize
+from benchmarks import gpu_messages
+from benchmarks.common import paired_ratio
+from benchmarks.device import SIMULATED, Clock, device_of, has_times, machine, module_of, synchronize
+from benchmarks.gpu_parts import attempted, row, shows_stacks
 
 BF16, FP32 = torch.bfloat16, torch.float32
+# ---- models ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -64,10 +68,6 @@ SHAPES = {
     "8B": BlockShape(width=4096, hidden=14336, heads=32, kv_heads=8, blocks=4),  # 218 M parameters a block
 }
 TINY = BlockShape(width=32, hidden=48, heads=4, kv_heads=2, blocks=3, length=8)
-WAYS = ("bare", "fsdp2", "fsdp1", "fullshard")
-GROUPS = {"world 1": 1, "fake 8": 8}
-PRECISIONS = ("bf16", "mixed")
-WARMUP = 3
 
 
 class Block(nn.Module):
@@ -96,77 +96,191 @@ class Block(nn.Module):
         return x + self.down(F.silu(self.gate(y)) * self.up(y))
 
 
-def build(way: str, shape: BlockShape, precision: str, device: torch.device) -> nn.Module:
-    """The chain of blocks with the same initial values whatever the way; sharded unless `way` is "bare"."""
+class Chain(nn.Module):
+    """Blocks one after the other; each computes again in backward if `recompute`."""
+
+    def __init__(self, shape: BlockShape, *, recompute: bool = False) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.blocks))
+        self.recompute = recompute
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if self.recompute else block(x)
+        return x
+
+
+def build(
+    way: str,
+    shape: BlockShape,
+    device: torch.device,
+    mesh: DeviceMesh | None = None,
+    *,
+    precision: str = "fp32",
+    recompute: bool = False,
+    offload: bool = False,
+    same: bool = False,
+) -> Any:
+    """The chain of blocks, sharded over `mesh` unless `way` is "bare". Parameters are made on the device, once; `same`:
+    with equal values whatever the way, which are made on the host: for small shapes."""
+    storage = BF16 if precision == "bf16" or (way == "bare" and precision == "mixed") else FP32
     torch.manual_seed(0)
-    storage = BF16 if precision == "bf16" or way == "bare" else FP32
-    with device:
-        model: Any = nn.Sequential(*(Block(shape) for _ in range(shape.blocks))).to(storage)
-    if way == "bare":
-        return model
-    param_dtype, reduce_dtype = (None, None) if precision == "bf16" else (BF16, FP32)
-    if way == "fsdp1":
-        from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision
-        from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+    with torch.device("cpu" if same else "meta"):
+        model: Any = Chain(shape, recompute=recompute).to(storage)
+    if same:
+        model.to(device)
+    if way != "bare":
+        import torch.distributed.fsdp as torch_fsdp
 
-        return FullyShardedDataParallel(
-            model,
-            auto_wrap_policy=ModuleWrapPolicy({Block}),
-            mixed_precision=MixedPrecision(param_dtype=param_dtype, reduce_dtype=reduce_dtype),
-            use_orig_params=True,
-            device_id=device,
-        )
-    import torch.distributed.fsdp as torch_fsdp
+        import fullshard
 
-    import fullshard
+        library: Any = torch_fsdp if way == "fsdp2" else fullshard
+        options: dict[str, Any] = {"mesh": mesh}
+        if precision == "mixed":
+            options["mp_policy"] = library.MixedPrecisionPolicy(BF16, FP32)
+        if offload:
+            options["offload_policy"] = library.CPUOffloadPolicy()
+        for block in model.blocks:
+            library.fully_shard(block, **options)
+        library.fully_shard(model, **options)
+        if way == "none ahead":
+            model.set_memory_budget(prefetch=0)
+    if not same:
+        model.to_empty(device="cpu" if offload and way != "bare" else device)
+        for name, parameter in model.named_parameters():
+            local = parameter.detach()
+            local = local.to_local() if hasattr(local, "to_local") else local
+            if "norm" in name:
+                local.fill_(1.0)
+            else:
+                local.normal_(std=0.02)
+    return model
 
-    library: Any = torch_fsdp if way == "fsdp2" else fullshard
-    policy = library.MixedPrecisionPolicy(param_dtype, reduce_dtype)
-    mesh = dist.device_mesh.init_device_mesh(device.type, (dist.get_world_size(),))
-    for block in model:
-        library.fully_shard(block, mesh=mesh, mp_policy=policy)
-    return library.fully_shard(model, mesh=mesh, mp_policy=policy)
+
+def loss_of(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return model(x).float().square().mean()
 
 
-def stepper(way: str, shape: BlockShape, precision: str, device: torch.device) -> Callable[[], torch.Tensor]:
-    """A step: forward, backward, gradients dropped. Returns the loss."""
-    model = build(way, shape, precision, device)
-    generator = torch.Generator().manual_seed(1)
-    x = torch.randn(1, shape.length, shape.width, generator=generator).to(device, BF16)
+class Stepper:
+    """A step: forward, backward, gradients dropped. `x` (1, length, width) is on the device."""
 
-    def step() -> torch.Tensor:
-        loss = model(x).float().square().mean()
+    def __init__(self, model: nn.Module, x: torch.Tensor) -> None:
+        self.model, self._x = model, x
+        # Says that the step is over; it finds no gradients.
+        self._end = torch.optim.SGD(model.parameters(), lr=1.0)
+
+    def __call__(self) -> torch.Tensor:
+        loss = loss_of(self.model, self._x)
         loss.backward()
-        for parameter in model.parameters():
+        for parameter in self.model.parameters():
             parameter.grad = None
+        self._end.step()
         return loss.detach()
 
-    return step
+
+# ---- what is measured ------------------------------------------------------------------------------------------------
+
+WORLD = 8
+WAYS = ("bare", "fsdp2", "fullshard")
+# Bytes per second of a link; the first is what the others are compared with.
+BANDWIDTHS = (math.inf, 450e9, 50e9, 200e9, 25e9)
+# In the order of worth.
+SETTINGS = (("mixed", False), ("mixed", True), ("bf16", False), ("bf16", True))
+WARMUP = 3
+
+
+def memory_of(step: Callable[[], object], device: torch.device, held_before: int) -> dict[str, Any]:
+    """MiB of the allocator in a steady step, beyond what was there before the model."""
+    memory = module_of(device)
+    for _ in range(WARMUP):
+        step()
+    synchronize(device)
+    gc.collect()
+    memory.empty_cache()
+    retries = _retries(memory)
+    for _ in range(2):
+        synchronize(device)
+        held = memory.memory_allocated()
+        memory.reset_peak_memory_stats()
+        step()
+        synchronize(device)
+    most = memory.max_memory_allocated()
+    found: dict[str, Any] = {"held_mib": (held - held_before) / 2**20, "peak_mib": (most - held) / 2**20}
+    if hasattr(memory, "max_memory_reserved"):
+        found |= {"reserved_over_allocated": memory.max_memory_reserved() / max(most, 1)}
+        found |= {"retries": _retries(memory) - retries}
+    return found
+
+
+def _retries(memory: Any) -> int:
+    return int(memory.memory_stats().get("num_alloc_retries", 0)) if hasattr(memory, "memory_stats") else 0
+
+
+def host_seconds(step: Callable[[], object], device: torch.device, rounds: int) -> float:
+    """Of one step on an idle device: the host does not wait for it."""
+    found = []
+    for _ in range(rounds):
+        synchronize(device)
+        begun = time.perf_counter()
+        step()
+        found.append(time.perf_counter() - begun)
+    synchronize(device)
+    return statistics.median(found)
+
+
+def seconds_of(
+    steps: dict[str, Callable[[], object]], device: torch.device, rounds: int, repeats: int
+) -> dict[str, list[float]]:
+    """Seconds of a step by way and round. `repeats`: steps of a mark; the device is to be late, as in training."""
+    clocks = {way: Clock(device) for way in steps}
+    for step in steps.values():
+        step()
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(rounds):
+            for way, step in steps.items():
+                step()
+                clocks[way].mark()
+                for _ in range(repeats):
+                    step()
+                clocks[way].mark()
+    finally:
+        gc.enable()
+    return {way: [s / repeats for s in clock.seconds()] for way, clock in clocks.items()}
 
 
 def kernels_of(step: Callable[[], object], device: torch.device) -> dict[str, Counter[str]]:
-    """Names of what one step runs, with how often, by stream: "compute" and "other". Without CUDA, torch's
-    operations."""
+    """Names of what one step runs, with how often, by stream: "compute" and "other"; "waits": what the host called to
+    wait. Of the simulated device all operators, whatever their stream."""
+    if device.type == SIMULATED:
+        from tests.harness import simulated
+
+        with simulated.watched() as seen:
+            step()
+        return {"compute": Counter(seen.operators), "other": Counter(), "waits": Counter()}
     from torch.profiler import ProfilerActivity, profile
 
-    cuda = device.type == "cuda"
-    with profile(activities=[ProfilerActivity.CUDA if cuda else ProfilerActivity.CPU]) as profiler:
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
         step()
         synchronize(device)
-    found: dict[str, Counter[str]] = {"compute": Counter(), "other": Counter()}
-    if not cuda:
-        found["compute"] = Counter(event.name for event in profiler.events() if event.name.startswith("aten::"))
-        return found
     # The public events do not say on which stream they ran; the trace does.
     with tempfile.TemporaryDirectory() as folder:
         path = os.path.join(folder, "trace.json")
         profiler.export_chrome_trace(path)
         with open(path) as file:
-            events = json.load(file)["traceEvents"]
-    on_device = [e for e in events if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
+            return sorted_events(json.load(file)["traceEvents"])
+
+
+def sorted_events(events: Sequence[dict[str, Any]]) -> dict[str, Counter[str]]:
+    """`kernels_of` from the events of a trace of kineto."""
+    found: dict[str, Counter[str]] = {"compute": Counter(), "other": Counter(), "waits": Counter()}
     by_stream: dict[Any, Counter[str]] = {}
-    for event in on_device:
-        by_stream.setdefault(event["args"].get("stream"), Counter())[event["name"]] += 1
+    for event in events:
+        if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset"):
+            by_stream.setdefault(event.get("args", {}).get("stream"), Counter())[event["name"]] += 1
+        elif event.get("cat") == "cuda_runtime" and "Synchronize" in event.get("name", ""):
+            found["waits"][event["name"]] += 1
     if by_stream:
         # Matrix products run where the model computes, and on no other stream.
         compute = max(by_stream, key=lambda stream: by_stream[stream].total())
@@ -175,184 +289,167 @@ def kernels_of(step: Callable[[], object], device: torch.device) -> dict[str, Co
     return found
 
 
-# ---- in a process of its own ---------------------------------------------------------------------------------
+def ring(bandwidth: float) -> str:
+    """A bandwidth as a column has it."""
+    return "no time" if math.isinf(bandwidth) else f"{bandwidth / 1e9:g} GB/s"
 
 
-def start(group: str, device: torch.device, folder: str) -> None:
-    if group == "fake 8":
-        start_fake(device, GROUPS[group])
-        return
-    backend = dist.get_default_backend_for_device(device)
-    dist.init_process_group(backend, init_method=f"file://{folder}/rendezvous", rank=0, world_size=1)
+class Bench:
+    """One shape on one device; what it measures it prints."""
 
+    def __init__(self, options: argparse.Namespace, device: torch.device) -> None:
+        self.device, self.rounds, self.tiny = device, options.rounds, options.tiny
+        self.name = "tiny" if options.tiny else options.shape
+        self.shape = TINY if options.tiny else SHAPES[options.shape]
+        self.times = has_times(device)
+        self.link = gpu_messages.start(device, WORLD)
+        generator = torch.Generator().manual_seed(1)
+        x = torch.randn(1, self.shape.length, self.shape.width, generator=generator)
+        self._x = x.to(device, BF16)
 
-def measure_memory(way: str, shape: BlockShape, precision: str, device: torch.device) -> dict[str, int]:
-    """Bytes of the allocator: held between steps, the peak of a step beyond them, and reserved at that time."""
-    step = stepper(way, shape, precision, device)
-    loss = [float(step()) for _ in range(WARMUP)]
-    found = {"finite": int(all(value == value for value in loss))}
-    memory = module_of(device)
-    if memory is not None:
-        gc.collect()
-        memory.empty_cache()
-        step()
-        synchronize(device)
-        held = memory.memory_allocated()
-        memory.reset_peak_memory_stats()
-        step()
-        synchronize(device)
-        most = memory.max_memory_allocated()
-        found |= {"held_nbytes": held, "peak_nbytes": most - held, "allocated_nbytes": most}
-        if hasattr(memory, "max_memory_reserved"):
-            found["reserved_nbytes"] = memory.max_memory_reserved()
-    return found
+    def stepper(self, way: str, precision: str, recompute: bool) -> Stepper:
+        model = build(way, self.shape, self.device, self.link.mesh, precision=precision, recompute=recompute)
+        return Stepper(model, self._x)
 
+    def links(self) -> None:
+        """Whether messages take what they are to take."""
+        numel = sum(p.numel() for p in _meta(self.shape).blocks[0].parameters()) // WORLD * WORLD
+        for bandwidth in BANDWIDTHS[: 2 if self.tiny else None]:
+            self.link.bandwidth = bandwidth
+            found = self.link.alone(numel)
+            shown = {f"{key}_us": 1e6 * value if self.times else None for key, value in found.items()}
+            row("link", link=ring(bandwidth), numel=numel, clock=self.link.group.timer.kind, **shown)
 
-def measure_time(
-    ways: list[str], shape: BlockShape, precision: str, device: torch.device, rounds: int, *, same: bool
-) -> dict[str, Any]:
-    """Seconds by way and round, and the kernels of a step. `same`: values mean something, so compare them."""
-    steps = {way: stepper(way, shape, precision, device) for way in ways}
-    losses = {way: [float(step()) for _ in range(WARMUP)][-1] for way, step in steps.items()}
-    if same:
-        for way, loss in losses.items():
-            # Mixed precision rounds parameters to bf16 in another place than the bare model, which starts from them.
-            if not abs(loss - losses["bare"]) <= 2e-2 * abs(losses["bare"]):
-                raise SystemExit(f"{way}: loss {loss}, the bare model's {losses['bare']}")
-    clocks = {way: Clock(device) for way in ways}
-    # Several steps for each mark: the device is to be late by as much, as it is in training.
-    repeats = 4 if device.type != "cpu" and has_times(device) else 1
-    gc.collect()
-    gc.disable()
-    for _ in range(rounds):
+    def gradients(self) -> None:
+        """Whether both libraries get the same gradients from these messages, in float32."""
+        shape = replace(self.shape, length=min(self.shape.length, 64), width=min(self.shape.width, 512), hidden=256)
+        x = self._x[:, : shape.length, : shape.width].float()
+        found: dict[str, list[torch.Tensor]] = {}
+        for way in ("fsdp2", "fullshard"):
+            model = build(way, shape, self.device, self.link.mesh, same=True)
+            loss_of(model, x).backward()
+            found[way] = [p.grad.to_local().cpu() for p in model.parameters()]
+        pairs = zip(found["fullshard"], found["fsdp2"], strict=True)
+        apart = max(float((a - b).abs().max() / b.abs().max().clamp(min=1e-30)) for a, b in pairs)
+        if not apart <= 1e-4:
+            raise ValueError(f"{apart:.2e} apart from FSDP2's, over the largest element")
+        row("gradients", apart=apart, messages=dict(self.link.group.messages))
+
+    def setting(self, precision: str, recompute: bool) -> None:
+        """Memory of each way alone; then kernels, and steps of all ways in turn at each bandwidth."""
+        setting = {"shape": self.name, "precision": precision, "recompute": recompute}
+        self.link.bandwidth = math.inf
+        for way in WAYS:
+            with attempted("memory", **setting, way=way):
+                for _ in range(2):
+                    gc.collect()
+                held = module_of(self.device).memory_allocated()
+                found = memory_of(self.stepper(way, precision, recompute), self.device, held)
+                row("memory", **setting, way=way, **found)
+            gc.collect()
+            module_of(self.device).empty_cache()
+        steps: dict[str, Callable[[], object]] = {}
+        for way in WAYS:
+            with attempted("step", **setting, way=way):
+                step = self.stepper(way, precision, recompute)
+                losses = [float(step()) for _ in range(WARMUP)]
+                if not all(map(math.isfinite, losses)):
+                    raise ValueError(f"losses {losses}")
+                steps[way] = step
+        self.kernels(setting, steps)
+        self.steps(setting, steps, BANDWIDTHS[: 2 if self.tiny else None])
+
+    def kernels(self, setting: dict[str, Any], steps: dict[str, Callable[[], object]]) -> None:
+        """Beyond those of the bare step, and what the host waited for."""
+        bare: dict[str, Counter[str]] = {}
         for way, step in steps.items():
-            step()
-            clocks[way].mark()
-            for _ in range(repeats):
-                step()
-            clocks[way].mark()
-    gc.enable()
-    kernels = {way: kernels_of(step, device) for way, step in steps.items()}
-    return {
-        "times": {way: [s / repeats for s in clock.seconds()] for way, clock in clocks.items()}
-        if has_times(device)
-        else dict.fromkeys(steps),
-        "kernels": kernels,
-        "losses": losses,
-    }
+            with attempted("kernels", **setting, way=way):
+                found = kernels_of(step, self.device)
+                bare = bare or found
+                more = found["compute"] - bare["compute"]
+                row(
+                    "kernels",
+                    **setting,
+                    way=way,
+                    compute=found["compute"].total(),
+                    other_streams=found["other"].total(),
+                    waits=dict(found["waits"]),
+                    beyond_bare=more.total(),
+                    most={name[:60]: count for name, count in more.most_common(6)},
+                )
+
+    def steps(
+        self, setting: dict[str, Any], steps: dict[str, Callable[[], object]], bandwidths: Sequence[float]
+    ) -> None:
+        """One row for each way and bandwidth."""
+        host = {way: host_seconds(step, self.device, min(self.rounds, 3)) for way, step in steps.items()}
+        quiet: dict[str, list[float]] = {}
+        for bandwidth in bandwidths:
+            with attempted("step", **setting, link=ring(bandwidth)):
+                self.link.bandwidth = bandwidth
+                taken = seconds_of(steps, self.device, self.rounds, 2 if self.times else 1)
+                quiet = quiet or taken
+                for way, times in taken.items():
+                    figures: dict[str, float | None] = dict.fromkeys(("ms", "over_bare", "over_fsdp2", "exposed_ms"))
+                    if self.times:
+                        figures["ms"] = 1e3 * statistics.median(times)
+                        for name, base in (("over_bare", "bare"), ("over_fsdp2", "fsdp2")):
+                            figures[name] = paired_ratio(times, taken[base]) if base in taken else None
+                        figures["exposed_ms"] = 1e3 * (statistics.median(times) - statistics.median(quiet[way]))
+                    host_ms = 1e3 * host[way] if self.times else None
+                    row("step", **setting, link=ring(bandwidth), way=way, **figures, host_ms=host_ms)
+
+    def compiled(self) -> None:
+        """Steps with each block compiled, after it was sharded."""
+        setting = {"shape": self.name, "precision": "mixed", "recompute": False}
+        backend = "inductor" if self.device.type == "cuda" else "eager"
+        steps: dict[str, Callable[[], object]] = {}
+        for way in WAYS:
+            with attempted("compiled", **setting, way=way):
+                step = self.stepper(way, "mixed", recompute=False)
+                for block in step.model.blocks:  # type: ignore[union-attr]
+                    block.compile(backend=backend)
+                begun = time.perf_counter()
+                loss = float(step())
+                seconds = time.perf_counter() - begun if self.times else None
+                row("compiled", **setting, way=way, backend=backend, loss=loss, first_step_s=seconds)
+                steps[way] = step
+        self.kernels(setting, steps)
+        self.steps(setting, steps, (math.inf, 200e9))
 
 
-def work(options: argparse.Namespace) -> None:
-    """One setting; prints one line for the process that asked."""
-    # FSDP1 calls names that torch itself has renamed since.
-    warnings.filterwarnings("ignore", category=FutureWarning, module="torch")
-    warnings.filterwarnings("ignore", category=UserWarning, module="torch")
-    precision, group, shape_name = options.setting
-    shape = TINY if options.tiny else SHAPES[shape_name]
-    device = device_of(options.device)
-    with tempfile.TemporaryDirectory() as folder:
-        start(group, device, folder)
-        # A real group of NCCL has that plan anyway.
-        plan = nccl_plan(1 << 20) if group == "fake 8" else nullcontext()
-        with plan:
-            ways = options.ways
-            if options.memory:
-                answer: Any = measure_memory(ways[0], shape, precision, device)
-            else:
-                same = group == "world 1"
-                answer = measure_time(ways, shape, precision, device, options.rounds, same=same)
-        dist.destroy_process_group()
-    print(json.dumps(answer))
-
-
-# ---- in the process that asks --------------------------------------------------------------------------------
-
-
-def ask(setting: tuple[str, str, str], options: argparse.Namespace, ways: list[str], *, memory: bool) -> Any:
-    """What `work` printed; a text when it failed (one way that cannot run is to cost no other its figures)."""
-    command = [sys.executable, "-m", "benchmarks.gpu_step", "--device", options.device, "--rounds", str(options.rounds)]
-    command += ["--setting", *setting, "--ways", *ways] + ["--tiny"] * options.tiny + ["--memory"] * memory
-    run = subprocess.run(command, capture_output=True, text=True, check=False, timeout=240)
-    if run.returncode:
-        return (run.stderr.strip().splitlines() or ["failed"])[-1]
-    return json.loads(run.stdout.splitlines()[-1])
-
-
-def beyond(kernels: dict[str, dict[str, int]], bare: dict[str, dict[str, int]]) -> dict[str, dict[str, int]]:
-    """The kernels of a step that the bare step does not run, or not so often; by stream."""
-    return {stream: dict(Counter(names) - Counter(bare.get(stream, {}))) for stream, names in kernels.items()}
-
-
-def report(setting: tuple[str, str, str], options: argparse.Namespace) -> dict[str, Any]:
-    """Measure one setting, print its table; its figures."""
-    precision, group, shape_name = setting
-    print(f"\n{shape_name} blocks, {precision}, {group}, {options.device}")
-    memory = {way: ask(setting, options, [way], memory=True) for way in options.ways}
-    running = [way for way in options.ways if not isinstance(memory[way], str)]
-    answer = ask(setting, options, running, memory=False)
-    if isinstance(answer, str):
-        raise SystemExit(f"{setting}: {answer}")
-    times, kernels = answer["times"], answer["kernels"]
-    print(
-        f"  {'':10} {'step ms':>9} {'/ bare':>8} {'held MiB':>10} {'peak MiB':>10} {'reserved':>9} "
-        f"{'kernels: compute':>17} {'beyond bare':>12} {'other streams':>14}"
-    )
-    rows: dict[str, Any] = {}
-    for way in options.ways:
-        if way not in times:
-            print(f"  {way:10} does not run: {memory[way]}")
-            rows[way] = {"failed": memory[way]}
-            continue
-        more = beyond(kernels[way], kernels["bare"])
-        row: dict[str, Any] = {
-            "step_ms": times[way] and round(statistics.median(times[way]) * 1e3, 4),
-            "ratio": times[way] and round(paired_ratio(times[way], times["bare"]), 5),
-            "memory": memory[way],
-            "kernels": {stream: sum(names.values()) for stream, names in kernels[way].items()},
-            "kernels_beyond_bare": more,
-        }
-        allocator = "".join(
-            f" {memory[way][key] / 2**20:10.1f}" if key in memory[way] else f" {'-':>10}"
-            for key in ("held_nbytes", "peak_nbytes")
-        )
-        reserved = memory[way].get("reserved_nbytes", 0) / max(memory[way].get("allocated_nbytes", 0), 1)
-        print(
-            f"  {way:10} {spelt(row['step_ms'], '.3f', 9)} {spelt(row['ratio'], '.4f', 8)}{allocator} "
-            f"{spelt(reserved or None, '.3f', 9)} "
-            f"{row['kernels']['compute']:17d} {sum(more['compute'].values()):12d} {row['kernels']['other']:14d}",
-            flush=True,
-        )
-        rows[way] = row
-    for name, count in sorted(rows.get("fullshard", {}).get("kernels_beyond_bare", {}).get("compute", {}).items()):
-        print(f"      fullshard beyond bare: {count:4d} x {name[:100]}")
-    return {"shape": shape_name, "precision": precision, "group": group, "ways": rows}
+def _meta(shape: BlockShape) -> Any:
+    with torch.device("meta"):
+        return Chain(shape)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cuda", help="cuda (the default), another one, cpu, or simulated")
-    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
-    parser.add_argument("--precisions", nargs="+", choices=PRECISIONS, default=list(PRECISIONS))
-    parser.add_argument("--groups", nargs="+", choices=GROUPS, default=list(GROUPS))
-    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
-    parser.add_argument("--rounds", type=int, default=10, help="measured rounds, of four steps on a GPU (default: 10)")
+    parser.add_argument("--device", default="cuda", help="cuda (the default), another one, or simulated")
+    parser.add_argument("--shape", choices=SHAPES, default="8B")
+    parser.add_argument("--rounds", type=int, default=6, help="measured rounds, of two steps each (default: 6)")
+    parser.add_argument("--settings", type=int, default=len(SETTINGS), help="only so many of the settings")
+    parser.add_argument("--compiled", action="store_true", help="compiled blocks instead")
     parser.add_argument("--tiny", action="store_true", help="small blocks, to try the script itself")
-    parser.add_argument("--setting", nargs=3, help=argparse.SUPPRESS)
-    parser.add_argument("--memory", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.setting is not None:
-        work(options)
-        return
+    shows_stacks()
+    # What torch warns of once is a row of gpu_tests; here it would only hide figures.
+    warnings.filterwarnings("ignore", module="torch")
     device = device_of(options.device)
-    if "bare" not in options.ways:
-        options.ways = ["bare", *options.ways]
-    settings = [(p, g, s) for s in options.shapes for p in options.precisions for g in options.groups]
-    results = [report(setting, options) for setting in settings]
-    shapes = {"tiny": TINY} if options.tiny else SHAPES
-    model = {name: vars(shape) for name, shape in shapes.items()}
-    found = {"benchmark": "gpu_step", "facts": facts(), "device": name_of(device), "model": model, "results": results}
-    print()
-    print(json.dumps(found))
+    row("machine", **machine(device))
+    bench = Bench(options, device)
+    if options.compiled:
+        bench.compiled()
+        return
+    with attempted("link"):
+        bench.links()
+    with attempted("gradients"):
+        bench.gradients()
+    for precision, recompute in SETTINGS[: options.settings]:
+        with attempted("setting", precision=precision, recompute=recompute):
+            bench.setting(precision, recompute)
+        gc.collect()
+    bench.link.close()
 
 
 if __name__ == "__main__":

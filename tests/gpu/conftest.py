@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -37,8 +38,12 @@ def without_waits(device: torch.device) -> Iterator[None]:
     if device.type != "cuda":
         pytest.skip(f"{device.type} does not tell where the host waits")
     with torch.cuda.device(device):
-        torch.cuda.set_sync_debug_mode("error")
+        before = torch.cuda.get_sync_debug_mode()
         try:
+            # Its first call in a process warns of itself; raised as an error, that would leave the mode set.
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                torch.cuda.set_sync_debug_mode("error")
             yield
         finally:
-            torch.cuda.set_sync_debug_mode("default")
+            torch.cuda.set_sync_debug_mode(before)

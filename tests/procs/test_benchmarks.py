@@ -127,21 +127,6 @@ def test_memory() -> None:
 
 @pytest.mark.slow
 @pytest.mark.hang_after(300)
-def test_gpu_step() -> None:
-    """On a CPU everything but the calls of CUDA runs."""
-    arguments = ("--device", "cpu", "--rounds", "1", "--shapes", "8B", "--precisions", "mixed", "--groups", "fake 8")
-    answer = _last_line("benchmarks.gpu_step", *arguments, "--ways", "fsdp2", "fullshard", timeout_s=280)
-    (result,) = answer["results"]
-    assert (result["precision"], result["group"]) == ("mixed", "fake 8")
-    rows = result["ways"]
-    assert set(rows) == {"bare", "fsdp2", "fullshard"} and rows["bare"]["ratio"] == 1.0
-    assert sum(rows["bare"]["kernels_beyond_bare"]["compute"].values()) == 0
-    assert rows["fullshard"]["kernels_beyond_bare"]["compute"]["aten::_foreach_copy_"] > 0
-    assert rows["fullshard"]["memory"]["finite"] in (0, 1)
-
-
-@pytest.mark.slow
-@pytest.mark.hang_after(300)
 def test_peers_that_are_missing_are_named() -> None:
     answer = _last_line("benchmarks.peers", "--workloads", "light", "--rounds", "1", timeout_s=280)
     results = answer["results"]
