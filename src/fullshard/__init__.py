@@ -58,6 +58,7 @@ __all__ = [
     "mark_initialized",
     "mark_restored",
     "materialize",
+    "original_classes",
     "prepare_fully_shard",
     "rebind_optimizer",
     "register_fsdp_forward_method",

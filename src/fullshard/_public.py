@@ -18,6 +18,7 @@ from .api import install as install
 from .api import mark_initialized as mark_initialized
 from .api import mark_restored as mark_restored
 from .api import materialize as materialize
+from .api import original_classes as original_classes
 from .api import rebind_optimizer as rebind_optimizer
 from .api import register_fsdp_forward_method as register_fsdp_forward_method
 from .api import replicate as replicate

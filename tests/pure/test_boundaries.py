@@ -83,6 +83,10 @@ PRIVATE_ALLOWED: dict[tuple[str, str], str] = {
     ("migrate/wrapping.py", "'_fsdp_wrap'"): "a mark of Composer's on modules; no name of torch's",
     ("migrate/activations.py", "'_activation_checkpointing'"): "a mark of Composer's on modules; no name of torch's",
     ("checkpoint/formats/pickle_tree.py", "._Unpickler"): "of Python's pickle: its reader with a table of opcodes",
+    ("api/classes.py", "'_CAN_RECORD_REGISTRY'"): "transformers: which outputs a class can record; no name of torch's",
+    ("checkpoint/formats/pretrained.py", "._weight_conversions"): "transformers: what save_pretrained undoes",
+    ("checkpoint/formats/writings.py", "'_weight_conversions'"): "the same",
+    ("checkpoint/formats/writings.py", "'_keys_to_ignore_on_save'"): "transformers: what its files leave out",
     ("guard/process.py", "._current_frames"): "of Python's sys, documented; no name of torch's",
     ("param/swap.py", "._parameters"): "the one file that puts tensors on modules: setattr takes thirty times as long",
 }

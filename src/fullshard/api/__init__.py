@@ -2,6 +2,8 @@
 
 from ..guard import PeerFailed as PeerFailed
 from ..guard import RanksDisagree as RanksDisagree
+from .classes import original_class as original_class
+from .classes import original_classes as original_classes
 from .clip import GradScaler as GradScaler
 from .clip import clip_grad_norm_ as clip_grad_norm_
 from .finalization import GradientReductionHandle as GradientReductionHandle

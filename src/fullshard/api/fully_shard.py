@@ -26,7 +26,8 @@ from ..param import FullMesh, Placing, managed_modules, managed_parameters, move
 from ..policy import MixedPrecisionPolicy, Offload, OffloadPolicy, Options, resolve_offload
 from ..policy.arguments import expect_each, expect_module, expect_text
 from . import validate
-from .module import publish, sharded_class
+from .classes import sharded_class
+from .module import publish
 from .validate import Share, place
 
 # ---- all or nothing --------------------------------------------------------------------------------------------------

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 import pickle
-import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal, NoReturn, cast
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
-from .._torch import MIXED, TorchFSDPModule, TorchUnshardHandle, mark_managed, publish_state
+from .._torch import TorchFSDPModule, TorchUnshardHandle, mark_managed, publish_state
 from ..engine import Unit, unit_of
 from ..engine.full_params import refuse_opened
 from ..engine.hooks import hooks_of
@@ -23,7 +20,6 @@ from ..engine.uninitialized import Conversion, note_uninitialized
 from ..engine.unit import WATCHED_FORWARDS, Shared
 from ..param import ShardedParam, Slot
 from ..policy.arguments import expect_flag
-from ..schedule import Full
 from . import finalization, settings, validate
 from .materialize import filling
 from .unknown import unknown_methods
@@ -118,109 +114,7 @@ def publish(unit: Unit, managed: Iterable[nn.Module]) -> None:
         mark_managed(module)
 
 
-# ---- methods ---------------------------------------------------------------------------------------------------------
-# Methods other than `forward` that compute with sharded parameters raise an error that names the method.
-#
-# Only `forward` and methods given to `register_fsdp_forward_method` unshard. Unsharding for every method would be
-# wrong: an all-gather is collective, and a method may be meant for one rank. Methods that succeed run unchanged.
-
-
-def named_methods(original: type[nn.Module], taken: type) -> dict[str, Callable[..., Any]]:
-    """The public methods of `original` that neither `nn.Module` nor `taken` has, wrapped for its sharded class."""
-    found: dict[str, Callable[..., Any]] = {}
-    for cls in original.__mro__:
-        if cls.__module__.split(".")[0] in ("torch", "builtins"):
-            continue
-        for name, attribute in vars(cls).items():
-            public = not name.startswith("_") and name not in found
-            if public and inspect.isfunction(attribute) and not hasattr(nn.Module, name) and not hasattr(taken, name):
-                if name != "forward" and not inspect.isgeneratorfunction(attribute):
-                    found[name] = _named(attribute)
-    return found
-
-
-def _named(method: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(method)
-    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
-            return method(self, *args, **kwargs)
-        try:
-            return method(self, *args, **kwargs)
-        except RuntimeError as error:
-            unit = unit_of(self)
-            # If this unit's parameters are full, the error is about another unit.
-            if unit is None or unit.record.full is Full.FULL or MIXED not in str(error):
-                raise
-            name = method.__name__
-            raise RuntimeError(
-                f"{type(self).__name__}.{name}: expected to compute with full parameters, found those of "
-                f"{unit.record.name} sharded, because a method other than forward gathers nothing; after fully_shard, "
-                f"call register_fsdp_forward_method(module, {name!r}) on the sharded modules whose methods compute, or "
-                f"module.unshard() before and module.reshard() after, or use fullshard.full_params(model)"
-            ) from error
-
-    return call
-
-
-# ---- save pretrained -------------------------------------------------------------------------------------------------
-# `save_pretrained` of transformers and PEFT raises if it would write shards.
-#
-# They pass `state_dict()` to safetensors, which needs plain tensors and gets DTensors: torch's FSDP2 fails with
-# "Attempted to access the data pointer on an invalid python storage" after it wrote the folder and its config.json.
-# Gathering here would hang the many programs that save on one rank only.
-
-_NAME = "save_pretrained"
-
-
-def checked_save(original: type[nn.Module]) -> dict[str, Callable[..., Any]]:
-    """The methods that the sharded class of `original` gets: `save_pretrained`, if it has one.
-
-    It calls the module's own method if the tensors are plain: with a full `state_dict`, or inside `full_params`. Inside
-    `full_params`, on a rank with sharded parameters and `is_main_process=False`, it does nothing. With a
-    `config.distributed_config` transformers gathers itself. Otherwise it raises `RuntimeError` on each calling rank,
-    before anything is written.
-    """
-    save = getattr(original, _NAME, None)
-    if not callable(save):
-        return {}
-    signature = inspect.signature(save)
-
-    @functools.wraps(save)
-    def save_pretrained(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        bound = signature.bind(self, *args, **kwargs).arguments
-        state = kwargs.get("state_dict", bound.get("state_dict"))
-        if state is not None:
-            sharded = _sharded(state.items())
-        elif getattr(getattr(self, "config", None), "distributed_config", None) is not None:
-            sharded = None
-        else:
-            sharded = _sharded(self.named_parameters())
-            unit = unit_of(self)
-            if sharded and unit is not None and unit.opened is not None and bound.get("is_main_process") is False:
-                return None
-        if sharded is not None:
-            raise RuntimeError(
-                f"{_NAME}: expected plain full tensors, found {sharded} sharded; on every rank enter `with "
-                f"fullshard.full_params(model, rank0_only=True, offload_to_cpu=True):` and save in it on the first "
-                f"rank, or pass state_dict=get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, "
-                f"cpu_offload=True)) of torch.distributed.checkpoint.state_dict, taken on every rank"
-            )
-        return save(self, *args, **kwargs)
-
-    return {_NAME: save_pretrained}
-
-
-def _sharded(tensors: Iterable[tuple[str, Any]]) -> str | None:
-    """The name of the first sharded tensor, or None."""
-    return next((name for name, tensor in tensors if isinstance(tensor, DTensor)), None)
-
-
 # ---- module ----------------------------------------------------------------------------------------------------------
-
-# One sharded class per class, so that types compare equal and pickle names agree. Weak, because classes defined in
-# functions must be freed with their last module.
-_SHARDED_CLASSES: weakref.WeakValueDictionary[type[nn.Module], type[nn.Module]] = weakref.WeakValueDictionary()
-
 
 # The module of torch that finds names of an optimizer's parameters by `model.named_parameters()`. torch's FSDP2 answers
 # it only after `model.state_dict()`, which reshards there; here a state dict changes nothing.
@@ -536,21 +430,6 @@ def _reshard(unit: Unit) -> None:
 
 for _name, _method in unknown_methods(FSDPModule).items():
     setattr(FSDPModule, _name, _method)
-
-
-def sharded_class(original: type[nn.Module]) -> type[nn.Module]:
-    """FSDP<Original>: a subclass of `FSDPModule` and `original`, made once per class."""
-    made = _SHARDED_CLASSES.get(original)
-    if made is None:
-        # Listing nn.Module puts torch's class, which serves `isinstance` only, after it: its methods then never come
-        # between the module's class and the bases of that class.
-        bases: tuple[type, ...] = (FSDPModule, original, nn.Module, TorchFSDPModule)
-        bases = tuple(dict.fromkeys(bases))
-        members = {"__module__": original.__module__, **unknown_methods(FSDPModule, original)}
-        members |= {**named_methods(original, FSDPModule), **checked_save(original)}
-        made = type(f"FSDP{original.__name__}", bases, members)
-        _SHARDED_CLASSES[original] = made
-    return made
 
 
 def share_comm_ctx(modules: list[FSDPModule]) -> None:

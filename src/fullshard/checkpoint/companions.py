@@ -18,6 +18,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ..api import original_class
 from .manifest import is_file_name
 from .plan import KeyPath, key_of
 
@@ -65,12 +66,14 @@ def files_of(owner: Any) -> dict[str, bytes]:
 
 
 def _save_config(model: Any, folder: str) -> None:
+    for wrapper in ("_orig_mod", "_checkpoint_wrapped_module"):  # of torch.compile, of activation checkpointing
+        model = getattr(model, wrapper, model)
     config: Any = getattr(model, "config", None)
     # Under PEFT the weights are not those of a plain model.
     if not callable(getattr(config, "save_pretrained", None)) or hasattr(model, "peft_config"):
         return
     config = copy.deepcopy(config)
-    config.architectures = [type(model).__name__.removeprefix("FSDP")]
+    config.architectures = [original_class(model).__name__]
     floats = (str(p.dtype).removeprefix("torch.") for p in model.parameters() if p.is_floating_point())
     config.dtype = next(floats, None)
     config.save_pretrained(folder)

@@ -127,7 +127,7 @@ def _add_checkpoint(commands: Any) -> None:
         help="hf: safetensors with index; dcp: torch.distributed.checkpoint; torch: one file of torch.save",
     )
     export.add_argument(
-        "--max-file-size", type=_size, default=5_000_000_000, metavar="SIZE", help="of hf files (default: 5GB)"
+        "--max-file-size", type=_size, default=50_000_000_000, metavar="SIZE", help="of hf files (default: 50GB)"
     )
     export.add_argument(
         "--config",

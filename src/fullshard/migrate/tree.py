@@ -9,7 +9,7 @@ from fnmatch import fnmatchcase
 from torch import nn
 
 from .._torch import children_of
-from ..api import FSDPModule
+from ..api import original_class
 from ..engine.optimizer_steps import clean_name
 
 
@@ -66,8 +66,7 @@ class Tree:
 
 def class_of(module: nn.Module) -> str:
     """The name of a module's class, also after `fully_shard`."""
-    name = type(module).__name__
-    return name.removeprefix("FSDP") if isinstance(module, FSDPModule) else name
+    return original_class(module).__name__
 
 
 def names_above(name: str) -> Iterator[str]:

@@ -24,6 +24,7 @@ from .hf import DEFAULT_MAX_NBYTES, INDEX, SINGLE, HfSource, write_folder
 from .names import HINT, is_numbered_state
 from .source import OursSource, Source
 from .torch_file import TorchSource, write_torch
+from .writings import model_of, published
 
 Format = Literal["fullshard", "dcp", "hf", "torch"]
 FORMATS: tuple[Format, ...] = get_args(Format)
@@ -174,12 +175,16 @@ def convert(
     | `hf` | a folder with safetensors files of at most `max_file_nbytes`, without a model in it | the largest tensor |
     | `torch` | a file that `torch.load(weights_only=True)` reads, which must be new | the largest tensor |
 
-    `companions`: files for "hf" and "fullshard", by name; None: those of the source (config, tokenizer).
+    `companions`: files for "hf" and "fullshard", by name; None: those of the source (config, tokenizer). Of a model of
+    transformers that its `config.json` describes, "hf" writes the names and shapes of `save_pretrained`.
     Raises `CheckpointMismatch` with everything that the format cannot hold, before anything is written, and
     `FileExistsError`.
     """
     target = Path(target)
     refuse_what_has_no_place(source, format)
+    files = (source.companions() if companions is None else companions) if format in ("hf", "fullshard") else {}
+    if format == "hf":
+        source = published(source, model_of(files))
 
     def read(key: str) -> Tensor:
         tensor = source.read(key)
@@ -189,11 +194,10 @@ def convert(
 
     match format:
         case "fullshard":
-            return write_ours(target, source, read, source.companions() if companions is None else companions)
+            return write_ours(target, source, read, files)
         case "dcp":
             return write_dcp(target, source, read)
         case "hf":
-            files = source.companions() if companions is None else companions
             return write_folder(target, source, read, files, max_nbytes=max_file_nbytes)
         case "torch":
             return write_torch(target, source, read)

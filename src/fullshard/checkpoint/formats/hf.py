@@ -31,7 +31,7 @@ from .source import Source, TensorInfo, tensor_of
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-DEFAULT_MAX_NBYTES = 5_000_000_000  # of a file, as in `save_pretrained`
+DEFAULT_MAX_NBYTES = 50_000_000_000  # of a file, as in `save_pretrained` of transformers 5
 _DTYPES = {code: name for name, code in DTYPE_NAMES.items()}
 # Bytes of each tensor that a fingerprint reads, and of a part after which its pages are given back.
 _SAMPLE, _LARGE = 512, 1 << 20
@@ -266,23 +266,40 @@ def _only_file(folder: Path) -> Path:
     return files[0]
 
 
-def plan_files(entries: Sequence[Entry], max_nbytes: int) -> list[list[Entry]]:
-    """The tensors of each file, in order: as many as fit into `max_nbytes`, and at least one.
+def plan_files(
+    entries: Sequence[Entry], max_nbytes: int, memory: Mapping[str, tuple[int, int]] | None = None
+) -> list[list[Entry]]:
+    """The tensors of each file, as `save_pretrained` distributes them: in order, as many as fit into `max_nbytes`; a
+    larger one has a file of its own, before the file that is being filled. Tensors in one `memory` (its number and its
+    bytes, by name) count as one.
 
-    >>> [len(f) for f in plan_files([Entry(n, torch.uint8, (4,)) for n in "abc"], 8)]
-    [2, 1]
+    >>> [[e.name for e in f] for f in plan_files([Entry(n, torch.uint8, (len(n),)) for n in ["a", "bbb", "c"]], 2)]
+    [['bbb'], ['a', 'c']]
     """
     if max_nbytes < 1:
         raise ValueError(f"max_nbytes: expected at least 1, found {max_nbytes}")
-    files: list[list[Entry]] = [[]]
+    files: list[list[Entry]] = []
+    current: list[Entry] = []
     nbytes = 0
+    of_memory: dict[int, list[Entry]] = {}
     for entry in entries:
-        if files[-1] and nbytes + entry.nbytes > max_nbytes:
-            files.append([])
-            nbytes = 0
-        files[-1].append(entry)
-        nbytes += entry.nbytes
-    return files
+        number, size = (memory or {}).get(entry.name, (None, entry.nbytes))
+        if number in of_memory:
+            of_memory[number].append(entry)
+            continue
+        if size > max_nbytes:
+            file = [entry]
+            files.append(file)
+        else:
+            if current and nbytes + size > max_nbytes:
+                files.append(current)
+                current, nbytes = [], 0
+            current.append(entry)
+            nbytes += size
+            file = current
+        if number is not None:
+            of_memory[number] = file
+    return [*files, current] if current or not files else files
 
 
 def write_hf(
@@ -292,18 +309,19 @@ def write_hf(
     *,
     max_nbytes: int = DEFAULT_MAX_NBYTES,
     metadata: Mapping[str, str] | None = None,
+    memory: Mapping[str, tuple[int, int]] | None = None,
 ) -> list[Path]:
     """Write `entries` to `folder`, in files of at most `max_nbytes` of tensors, with an index if there are several.
 
-    `read(name)` is called once per tensor, in order, and its result is freed before the next: one tensor is in memory
-    at a time. The files are written under other names and renamed at the end, the index last. Returns the files
-    written. Raises `FileExistsError` if the folder already contains a model.
+    `read(name)` is called once per tensor, in the order of `plan_files`, and its result is freed before the next: one
+    tensor is in memory at a time. The files are written under other names and renamed at the end, the index last.
+    Returns the files written. Raises `FileExistsError` if the folder already contains a model.
     """
     folder.mkdir(parents=True, exist_ok=True)
     taken = [name for name in (SINGLE, INDEX) if (folder / name).exists()]
     if taken:
         raise FileExistsError(f"{folder / taken[0]} exists: choose a folder without a model, or remove it first")
-    planned = plan_files(entries, max_nbytes)
+    planned = plan_files(entries, max_nbytes, memory)
     count = len(planned)
     names = [SINGLE] if count == 1 else [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
     written = []
@@ -333,6 +351,11 @@ def entries_of(source: Source) -> list[Entry]:
     return [Entry(key, dtype_of(info.dtype), info.shape) for key, info in infos if key not in source.tied]
 
 
+def order_of(source: Source, max_nbytes: int) -> list[str]:
+    """The keys of `source` in the order in which `write_folder` reads them."""
+    return [entry.name for file in plan_files(entries_of(source), max_nbytes, source.memory) for entry in file]
+
+
 def write_folder(
     folder: Path,
     source: Source,
@@ -343,6 +366,6 @@ def write_folder(
 ) -> list[Path]:
     """`write_hf` of a source, and `companions`, whose configuration gets the dtype of the weights."""
     entries = entries_of(source)
-    written = write_hf(folder, entries, read, max_nbytes=max_nbytes)
+    written = write_hf(folder, entries, read, max_nbytes=max_nbytes, metadata={"format": "pt"}, memory=source.memory)
     dtype = next((dtype_name(entry.dtype) for entry in entries if entry.dtype.is_floating_point), None)
     return written + write_files(folder, companions, dtype)

@@ -158,6 +158,10 @@ class Chosen(Source):
         now = {old: new for new, old in self._inner_key.items()}
         self.tied = {now[old]: now[kept] for old, kept in inner.tied.items() if old in now and kept in now}
 
+    def origin(self, key: str) -> str:
+        """The key of the inner source that has `key` here."""
+        return self._inner_key[key]
+
     def _take(self, key: str, path: KeyPath, strip: str, renaming: Renaming | None) -> None:
         short = _without(path, strip)
         if short is None:

@@ -6,7 +6,7 @@ import contextlib
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -30,7 +30,7 @@ from ..plan import matches
 from ..state import dtype_name, named_tensors, part_of
 from .convert import RefusedCheckpoint, detect
 from .hf import HfSource
-from .readings import Fit, Reading, fit
+from .readings import Fit, Reading, fit, pretrained_in
 
 T = TypeVar("T", bound=nn.Module)
 
@@ -114,6 +114,7 @@ class _PretrainedJob:
         self._allow_missing, self._allow_unexpected = missing, unexpected
         self._what = f"loading {path.resolve()}"
         self._targets: list[_Target] = []
+        self._conversions: list[Any] | None = None
 
     def run(self, *, progress: bool) -> None:
         with contextlib.ExitStack() as opened:
@@ -124,6 +125,9 @@ class _PretrainedJob:
                 # Rows of some tensors may be there on some ranks and not on others.
                 forget_values(self._model, self._tensors())
                 raise
+        inner, _ = pretrained_in(self._model)
+        if inner is not None and self._conversions is not None:
+            inner._weight_conversions = self._conversions  # as `from_pretrained`: `save_pretrained` undoes these
         with contextlib.suppress(ValueError):  # nothing is sharded
             mark_restored(self._tensors(), source=f"the files {self._files[:16]}")
 
@@ -133,6 +137,7 @@ class _PretrainedJob:
         self._source = opened.enter_context(_opened(self._path))
         held = named_tensors(self._model)
         found = fit(self._model, held, self._source)
+        self._conversions = found.conversions
         groups: dict[int, list[str]] = {}
         for name, tensor in held.items():
             groups.setdefault(id(tensor), []).append(name)

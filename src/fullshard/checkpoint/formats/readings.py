@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ...api import original_classes
 from ..plan import Box, whole
 from ..state import dtype_name, dtype_of, plain_name
 from .source import Source, TensorInfo, place
@@ -58,7 +59,7 @@ class Made(NamedTuple):
     sources: Mapping[str, Sequence[str]]
     shape: tuple[int, ...]
     dtype: str
-    config: Any
+    model: Any
 
     @property
     def keys(self) -> Sequence[str]:
@@ -75,7 +76,7 @@ class Made(NamedTuple):
         return place(made, whole((stop - start, *self.shape[1:])), rest)
 
     def convert(self, read: Callable[[str], Tensor], sources: Mapping[str, Sequence[str]]) -> Tensor:
-        return converted(self.converter, self.first, sources, read, self.config)[self.name]
+        return converted(self.converter, self.first, sources, read, self.model)[self.name]
 
     def _stacks(self) -> bool:
         first, *others = self.converter.operations
@@ -86,14 +87,14 @@ Reading = Stored | Made
 
 
 def converted(
-    converter: Any, name: str, sources: Mapping[str, Sequence[str]], read: Callable[[str], Tensor], config: Any
+    converter: Any, name: str, sources: Mapping[str, Sequence[str]], read: Callable[[str], Tensor], model: Any
 ) -> dict[str, Tensor]:
-    """What `converter` makes of tensors that `read` gives, by name in the model."""
+    """What `converter`, of a table of `model`, makes of tensors that `read` gives, by name."""
     once = deepcopy(converter)
     for pattern, keys in sources.items():
         for key in keys:
             once.add_tensor(name, key, pattern, read(key))
-    found: dict[str, Any] = once.convert(name, config=config)
+    found: dict[str, Any] = once.convert(name, model=model, config=model.config)
     return {key: value[0] if isinstance(value, list) else value for key, value in found.items()}
 
 
@@ -115,12 +116,13 @@ class Fit(NamedTuple):
     readings: dict[str, Reading]
     unexpected: list[str]
     optional: set[str]
+    conversions: list[Any] | None
 
 
 def fit(model: nn.Module, names: Iterable[str], source: Source) -> Fit:
     """Find what is stored for each of `names`, those of the model's state dict without wrappers."""
     names = list(names)
-    inner, prefix = _pretrained_in(model)
+    inner, prefix = pretrained_in(model)
     adapters = _adapter_names(model)
     # Several names may stand for one: PEFT keeps the original of a module beside its trained copy.
     known: dict[str, list[str]] = {}
@@ -130,7 +132,8 @@ def fit(model: nn.Module, names: Iterable[str], source: Source) -> Fit:
     grouped: dict[str, tuple[Any, dict[str, list[str]]]] = {}
     readings: dict[str, Reading] = {}
     unexpected = []
-    for key, (target, converter, pattern) in _targets(inner, known, source.tensors).items():
+    table = _table(inner)
+    for key, (target, converter, pattern) in _targets(inner, table, known, source.tensors).items():
         if converter is not None:
             grouped.setdefault(target, (converter, {}))[1].setdefault(pattern, []).append(key)
         elif target in known:
@@ -138,34 +141,42 @@ def fit(model: nn.Module, names: Iterable[str], source: Source) -> Fit:
         else:
             unexpected.append(key)
     for first, (converter, sources) in grouped.items():
-        made = converted(converter, first, sources, lambda key: _shape_of(source.tensors[key]), inner.config)
+        made = converted(converter, first, sources, lambda key: _shape_of(source.tensors[key]), inner)
         for target, value in made.items():
             shape, dtype = tuple(value.shape), dtype_name(value.dtype)
-            reading = Made(target, converter, first, sources, shape, dtype, inner.config)
+            reading = Made(target, converter, first, sources, shape, dtype, inner)
             readings.update(dict.fromkeys(known.get(target, ()), reading))
         if not any(target in known for target in made):
             unexpected += [key for keys in sources.values() for key in keys]
     ignored = _ignored(inner, model, "unexpected")
     optional = {name for name in names if name in adapters and name not in readings}
     optional |= {name for name in names if _ignored(inner, model, "missing")(name.removeprefix(prefix))}
-    return Fit(readings, [key for key in unexpected if not ignored(key)], optional)
+    used = None if table is None else [one for one in table if one.was_used()]
+    return Fit(readings, [key for key in unexpected if not ignored(key)], optional, used)
 
 
 def _shape_of(info: TensorInfo) -> Tensor:
     return torch.empty(info.shape, dtype=dtype_of(info.dtype), device="meta")
 
 
+def _table(inner: Any) -> list[Any] | None:
+    """transformers' conversions for the model `inner`, which it looks up by the names of classes."""
+    if inner is None or "transformers.core_model_loading" not in sys.modules:
+        return None
+    from transformers.conversion_mapping import get_model_conversion_mapping
+
+    with original_classes(inner):
+        return list(get_model_conversion_mapping(inner))
+
+
 def _targets(
-    inner: Any, known: Mapping[str, object], stored: Mapping[str, TensorInfo]
+    inner: Any, table: list[Any] | None, known: Mapping[str, object], stored: Mapping[str, TensorInfo]
 ) -> dict[str, tuple[str, Any, str]]:
     """(name in the model, converter or None, its pattern) of each stored key."""
-    package = sys.modules.get("transformers.core_model_loading")
-    if inner is None or package is None:
+    if table is None:
         return {key: (key, None, "") for key in stored}
-    from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
-    table = get_model_conversion_mapping(inner)
     renamings = [one for one in table if isinstance(one, WeightRenaming)]
     converters = [one for one in table if isinstance(one, WeightConverter)]
     by_pattern = {pattern: one for one in converters for pattern in one.source_patterns}
@@ -181,7 +192,7 @@ def _targets(
     return found
 
 
-def _pretrained_in(model: nn.Module) -> tuple[Any, str]:
+def pretrained_in(model: nn.Module) -> tuple[Any, str]:
     """The outermost model of transformers in `model`, and the prefix of its names there."""
     kind: Any = getattr(sys.modules.get("transformers.modeling_utils"), "PreTrainedModel", None)
     for name, module in model.named_modules() if kind is not None else ():

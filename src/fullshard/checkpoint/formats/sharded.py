@@ -9,8 +9,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -28,10 +29,11 @@ from ..manifest import Manifest, TensorEntry, ValueEntry, encode
 from ..plan import Box, key_of, matches, whole
 from ..state import Optimizers, flatten, get_state_dict, named_tensors, set_state_dict
 from .convert import open_source, reason, regrouped
-from .hf import DEFAULT_MAX_NBYTES, write_folder
+from .hf import DEFAULT_MAX_NBYTES, order_of, write_folder
 from .names import HINT, Chosen, Renaming
 from .source import LeavesSource, Source, place
 from .torch_file import write_torch
+from .writings import Published, published
 
 
 def load_into(
@@ -122,6 +124,9 @@ class StateSource(LeavesSource):
             prefix = key_of((*path, ""))
             names = tied_names(named_tensors(owner), owner) if isinstance(owner, nn.Module) else {}
             self.tied = {**self.tied, **{prefix + name: prefix + kept for name, kept in names.items()}}
+        # The model, if the state dict is its own.
+        self.model = next((owner for path, owner in tree.owners if not path and isinstance(owner, nn.Module)), None)
+        self._left: list[str] = []
         leaves = [*tree.tensors.values(), *tree.values.values()]
         super().__init__(Path("the state dict"), [(leaf.path, leaf.value) for leaf in leaves])
 
@@ -130,9 +135,24 @@ class StateSource(LeavesSource):
 
     @torch.no_grad()
     def read(self, key: str, box: Box | None = None) -> Tensor:
+        if self._left:
+            # In another order ranks would gather different tensors.
+            assert key == self._left[0], f"{key} is read before {self._left[0]}"
+            del self._left[0]
         tensor = self._leaves[key].detach()
         full = whole_of(tensor, f"the export of {key}") if isinstance(tensor, DTensor) else tensor
         return full if box is None else place(full, whole(tuple(full.shape)), box)
+
+    @contextlib.contextmanager
+    def reading(self, keys: Iterable[str]) -> Iterator[None]:
+        """A block in which all ranks read `keys`, in this order: what this rank does not read itself, or not before an
+        error, it reads at the end."""
+        self._left = list(keys)
+        try:
+            yield
+        finally:
+            for key in list(self._left):
+                self.read(key)
 
 
 def export_full(
@@ -150,40 +170,36 @@ def export_full(
 
     Every rank of `process_group` calls it; the first writes. "hf" also writes the configuration of a model of
     transformers whose state `get_state_dict` took, and the files of `tokenizer`; of tied parameters it writes one.
-    Tensors are gathered one by one and not kept: no rank ever holds more than the largest. On an error, which all ranks
-    raise, no file looks complete: `CheckpointMismatch` for names without a rule and for entries that the format cannot
-    hold, `CheckpointIOError`.
+    Names, shapes and files are those of its `save_pretrained` in one process. Tensors are gathered one by one and not
+    kept: no rank ever holds more than the largest, and the first besides what a conversion makes of it. On an error,
+    which all ranks raise, no file looks complete: `CheckpointMismatch` for names without a rule and for entries that
+    the format cannot hold, `CheckpointIOError`.
     """
     messages = messenger(process_group)
     what = f"exporting to {target}"
-    chosen: list[Chosen] = []
+    opened: list[tuple[StateSource, Chosen, Source]] = []
 
     def check() -> Message:
-        chosen.append(Chosen(StateSource(state_dict), renaming=renaming))
-        if format == "hf" and chosen[0].values:
-            problems = [f"{key}: no tensor, and safetensors files hold nothing else" for key in chosen[0].values]
+        state = StateSource(state_dict)
+        chosen = Chosen(state, renaming=renaming)
+        if format == "hf" and chosen.values:
+            problems = [f"{key}: no tensor, and safetensors files hold nothing else" for key in chosen.values]
             raise CheckpointMismatch(f"{what}: expected only tensors, found", problems)
-        return {"keys": list(chosen[0].tensors)}
+        opened.append((state, chosen, published(chosen, state.model) if format == "hf" else chosen))
+        return {"keys": list(chosen.tensors)}
 
     agree(messages, what, check, lambda found: _same_keys(what, [one["keys"] for one in found]))
-    source = chosen[0]
-    left = [key for key in source.tensors if format != "hf" or key not in source.tied]
-
-    def read(key: str) -> Tensor:
-        left.remove(key)
-        return source.read(key)
+    ((state, chosen, source),) = opened
+    order = order_of(source, max_file_nbytes) if format == "hf" else list(source.tensors)
+    needed = source.inputs(order) if isinstance(source, Published) else order
 
     def gather() -> Message:
-        try:
+        with state.reading(chosen.origin(key) for key in needed):
             if messages.rank == 0 and format == "hf":
                 companions = source.companions() | (files_of(tokenizer) if tokenizer is not None else {})
-                write_folder(Path(target), source, read, companions, max_nbytes=max_file_nbytes)
+                write_folder(Path(target), source, source.read, companions, max_nbytes=max_file_nbytes)
             elif messages.rank == 0:
-                write_torch(Path(target), source, read)
-        finally:
-            # The other ranks gather to the end, even if writing fails.
-            for key in list(left):
-                read(key)
+                write_torch(Path(target), source, source.read)
         return {}
 
     agree(messages, what, gather, lambda _: {})

@@ -34,6 +34,8 @@ class Source(ABC):
     tensors: Mapping[str, TensorInfo]  # by flat key
     values: Mapping[str, KeyPath]  # entries that are not tensors, by flat key
     tied: Mapping[str, str] = {}  # {key of a tensor: key of another that is the same parameter}
+    # {key of a tensor: (a number for the memory that it is a part of, its bytes)}, for those that are parts of one.
+    memory: Mapping[str, tuple[int, int]] = {}
 
     def companions(self, model: str | None = None) -> dict[str, bytes]:
         """The files that `from_pretrained` needs beside weights, by name; of several models in a state dict, those of
