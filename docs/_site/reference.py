@@ -60,7 +60,7 @@ API: dict[str, tuple[str, str, dict[str, tuple[str, ...]]]] = {
                 "find_drift", "Drift",
             ),
             "Look inside": ("report", "Report", "UnitReport", "inspect_units", "UnitInfo"),
-            "Programs": ("Program", "install", "uninstall", "Installation"),
+            "Programs": ("Program", "original_classes", "install", "uninstall", "Installation"),
         },
     ),
     "checkpoint": (

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import inspect
 import mmap
 import re
 from collections.abc import Iterable, Sequence
@@ -31,11 +30,12 @@ from torch.optim import Optimizer
 
 from .._torch import cut_dim, loads_as_torch, local_of, settled
 from ..layout import itemsize, known_dtypes
-from ..policy.arguments import expect_dict, expect_module, expect_optimizers, expect_state
+from ..policy.arguments import expect_dict, expect_keys, expect_module, expect_optimizers, expect_state
+from .algorithms import other_algorithm, other_state
 from .companions import ModelState, is_companion
 from .errors import CheckpointMismatch
 from .manifest import encode
-from .plan import Box, Cut, KeyPath, key_of, local_box, whole
+from .plan import Box, Cut, KeyPath, key_of, local_box, matches, whole
 
 # Name parts that wrappers insert: torch.compile, activation checkpointing, FSDP1.
 _WRAPPERS = re.compile(r"(?:(?<=\.)|^)(?:_checkpoint_wrapped_module|_orig_mod|_fsdp_wrapped_module)\.")
@@ -43,6 +43,11 @@ _WRAPPERS = re.compile(r"(?:(?<=\.)|^)(?:_checkpoint_wrapped_module|_orig_mod|_f
 _OWN_MAP_NBYTES = 4 << 20
 # A multiple of every itemsize, and of a cache line.
 _ALIGNMENT = 64
+
+_REMEDY = (
+    "set_state_dict takes allow_missing=[...] (parameters that were frozen when it was saved begin with fresh state) "
+    "and allow_unexpected=[...] (parameters that are frozen now), names in which * stands for anything"
+)
 
 Optimizers = Optimizer | Iterable[Optimizer]
 
@@ -79,6 +84,8 @@ def set_state_dict(
     *,
     model_state_dict: dict[str, Any] | None = None,
     optim_state_dict: dict[str, Any] | None = None,
+    allow_missing: Sequence[str] = (),
+    allow_unexpected: Sequence[str] = (),
 ) -> None:
     """Load state, as `get_state_dict` returned it and `load` filled it, into `model` and `optimizers`.
 
@@ -86,13 +93,20 @@ def set_state_dict(
     groups, which have to be those of such an optimizer; otherwise `CheckpointMismatch` says what is missing, or names
     both optimizers, and nothing is changed. Optimizer state that `optim_state_dict` lacks is removed. Dtypes stay as
     stored.
+
+    allow_missing: names of parameters (* matches anything) that were not in the stored optimizers, because they were
+        frozen: they begin with fresh state, and take the settings of the stored parameters in their group.
+    allow_unexpected: names of parameters whose stored state is left out, because no optimizer has them now.
     """
     expect_module("model", model)
     expect_optimizers("optimizers", optimizers)
     expect_dict("model_state_dict", model_state_dict, or_none=True)
+    tolerated = expect_keys("allow_missing", allow_missing), expect_keys("allow_unexpected", allow_unexpected)
     if optim_state_dict is not None:
         expect_state("optim_state_dict", optim_state_dict, {"state", "param_groups"})
-    loads = [] if optim_state_dict is None else _optimizer_loads(model, all_of(optimizers), optim_state_dict)
+    loads = (
+        [] if optim_state_dict is None else _optimizer_loads(model, all_of(optimizers), optim_state_dict, *tolerated)
+    )
     if model_state_dict is not None:
         here = model.state_dict()
         raw = {_name_in(model, name): name for name in here}
@@ -188,7 +202,11 @@ def names_in_order(optimizer: Optimizer, names: dict[nn.Parameter, str]) -> list
 
 
 def _optimizer_loads(
-    model: nn.Module, optimizers: Sequence[Optimizer], stored: dict[str, Any]
+    model: nn.Module,
+    optimizers: Sequence[Optimizer],
+    stored: dict[str, Any],
+    allow_missing: Sequence[str],
+    allow_unexpected: Sequence[str],
 ) -> list[tuple[Optimizer, dict[str, Any]]]:
     """The state dict for each optimizer's own `load_state_dict`, with parameters by number again."""
     names = parameter_names(model, optimizers)
@@ -200,79 +218,38 @@ def _optimizer_loads(
         groups = []
         for index, group in enumerate(optimizer.param_groups):
             own = [names[parameter] for parameter in group["params"]]
-            problems += [f"missing: {name}, in no stored group of parameters" for name in own if name not in group_of]
+            lacking = [name for name in own if name not in group_of]
+            problems += [
+                f"missing: {name}, in no stored group of parameters"
+                for name in lacking
+                if not matches(name, allow_missing)
+            ]
             found = [group_of[name] for name in own if name in group_of]
             settings = [{key: value for key, value in one.items() if key != "params"} for one in found]
             if any(one != settings[0] for one in settings[1:]):
                 problems.append(f"group {index}: its parameters were stored in groups of different settings")
-            if found and (why := _other_algorithm(optimizer, group, settings[0])):
+            if found and (why := other_algorithm(optimizer, group, settings[0])):
                 problems.append(f"group {index}: {why}")
             # An empty group cannot be matched, and keeps its settings.
             chosen = settings[0] if settings else {key: value for key, value in group.items() if key != "params"}
             groups.append({**chosen, "params": [number_of[name] for name in own]})
         state = {number_of[name]: entries for name, entries in stored["state"].items() if name in number_of}
-        if why := _other_state(optimizer, state):
+        if why := other_state(optimizer, state):
             problems.append(why)
+        for parameter, name in zip(_owned(optimizer), numbered, strict=True):
+            if name not in group_of and parameter in optimizer.state:
+                # What an optimizer prepares when it is built, as Adagrad does.
+                state[number_of[name]] = dict(optimizer.state[parameter])
         loads.append((optimizer, {"state": state, "param_groups": groups}))
     known = {names[p] for optimizer in optimizers for p in _owned(optimizer)}
-    problems += [f"unexpected: state of {name}" for name in sorted(stored["state"].keys() - known)]
-    if problems:
-        raise CheckpointMismatch("set_state_dict: expected the state of these optimizers, found", problems)
-    return loads
-
-
-# Settings of torch optimizers that say how one computes, in contrast to `foreach` or `maximize`: by them an algorithm
-# is known, also in other versions of torch.
-_ALGORITHM = frozenset(
-    "alpha amsgrad beta2_decay betas centered dampening eps etas initial_accumulator_value lambd lr_decay momentum "
-    "momentum_decay nesterov ns_steps rho step_sizes t0".split()
-)
-
-
-def _other_algorithm(optimizer: Optimizer, group: dict[str, Any], stored: dict[str, Any]) -> str | None:
-    """Why an optimizer cannot take the `stored` settings of a group: they are those of another one."""
-    kind = type(optimizer)
-    filled = dict(stored, params=[])
-    with contextlib.suppress(Exception):  # of a class that is not torch's: then its settings are as they are
-        # Settings that a newer version of the class has, it adds itself.
-        probe = object.__new__(kind)
-        probe.__setstate__({"defaults": dict(optimizer.defaults), "state": {}, "param_groups": [filled]})
-    lacks, foreign = optimizer.defaults.keys() - filled.keys(), set[str]()
-    if kind.__module__.startswith("torch.optim"):
-        lacks |= _ALGORITHM.intersection(optimizer.defaults).difference(stored)
-        foreign = set(_ALGORITHM.intersection(stored).difference(optimizer.defaults, group))
-    if not lacks and not foreign:
-        return None
-    said = [f"lacks {', '.join(sorted(lacks))}"] if lacks else []
-    said += [f"has {', '.join(sorted(foreign))}"] if foreign else []
-    return f"the state of {_algorithm(stored)}, for {kind.__name__}: it {' and '.join(said)}"
-
-
-def _algorithm(stored: dict[str, Any]) -> str:
-    """torch's class that has these settings."""
-    known = _ALGORITHM.intersection(stored)
-    found = [
-        name
-        for name, kind in sorted(vars(torch.optim).items())
-        if isinstance(kind, type) and known and _ALGORITHM.intersection(inspect.signature(kind).parameters) == known
+    problems += [
+        f"unexpected: state of {name}"
+        for name in sorted(stored["state"].keys() - known)
+        if not matches(name, allow_unexpected)
     ]
-    if {"Adam", "AdamW"} <= set(found):
-        return "AdamW" if stored.get("decoupled_weight_decay") else "Adam"
-    return found[0] if found else f"an optimizer with the settings {', '.join(sorted(stored))}"
-
-
-def _other_state(optimizer: Optimizer, stored: dict[int, dict[str, Any]]) -> str | None:
-    """Why an optimizer cannot take the `stored` state: it is none of its kind."""
-    kind = type(optimizer)
-    for number, parameter in enumerate(_owned(optimizer)):
-        own, new = optimizer.state.get(parameter, {}), stored.get(number, {})
-        if own.keys() - new.keys() and new.keys() - own.keys():
-            return f"state of {', '.join(sorted(new))}, for {kind.__name__}, which has {', '.join(sorted(own))}"
-        for name, value in new.items() if kind.__module__.startswith("torch.optim") else ():
-            inner = local_of(value) if isinstance(value, DTensor) else value
-            if isinstance(inner, Tensor) and hasattr(type(inner), "__tensor_flatten__"):
-                return f"{name} as {type(inner).__name__}, for {kind.__name__}, which computes with plain tensors"
-    return None
+    if problems:
+        raise CheckpointMismatch("set_state_dict: expected the state of these optimizers, found", problems, _REMEDY)
+    return loads
 
 
 def _keep_dtypes(optimizer: Optimizer, state: dict[str, Any]) -> None:
@@ -365,6 +342,11 @@ def flatten(state_dict: dict[str, Any]) -> Tree:
                 tree.owners.append((path, value))
             descend_all(path, state, list(state.items()))
             tree.stateful.append((value, state))
+        elif _is_numbered(value):
+            tree.problems.append(
+                f"{key_of(path)}: expected the state of an optimizer under the names of its parameters, found the "
+                f"result of optimizer.state_dict(), which numbers them; take it with get_state_dict(model, optimizer)"
+            )
         elif isinstance(value, OpenState) or (
             isinstance(value, dict) and value and all(isinstance(key, str) for key in value)
         ):
@@ -414,6 +396,12 @@ def _problem(path: KeyPath, value: Any) -> str | None:
     except (TypeError, ValueError) as error:
         return str(error)
     return None
+
+
+def _is_numbered(value: Any) -> bool:
+    """Whether `value` is what the `state_dict` of an optimizer with state returns."""
+    inner = value.get("state") if isinstance(value, dict) and "param_groups" in value else None
+    return isinstance(inner, dict) and bool(inner) and all(isinstance(key, int) for key in inner)
 
 
 def _is_stateful(value: Any) -> bool:

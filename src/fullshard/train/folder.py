@@ -297,7 +297,7 @@ class Checkpoints:
             )
         state = {"model": model_state, "optimizer": optimizer_state}
         checkpoint.load(state, checkpoint_id=path, allow_unexpected=("run.*",))
-        both = {"model_state_dict": model_state, "optim_state_dict": optimizer_state}
+        both: dict[str, Any] = {"model_state_dict": model_state, "optim_state_dict": optimizer_state}
         checkpoint.set_state_dict(self.model, self.optimizer, **both)
         if self.micro is not None and held.get("micro_batch"):  # older runs have none
             self.micro.load_state_dict({"size": held["micro_batch"], "fits": 0, "fails": 0})

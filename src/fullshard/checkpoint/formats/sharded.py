@@ -239,6 +239,8 @@ def load_full(
     *,
     allow_torch_save: bool = False,
     optimizer_names: Sequence[str] | None = None,
+    allow_missing: Sequence[str] = (),
+    allow_unexpected: Sequence[str] = (),
     process_group: dist.ProcessGroup | None = None,
 ) -> None:
     """Load a file of `save_full` on any number of ranks, or such a state dict of a program without sharding. Every rank
@@ -248,12 +250,21 @@ def load_full(
     besides the model. All or nothing, like `load_into`. `allow_torch_save`: the file is a pickle, read through
     `weights_only`; pass True for files that you trust. `optimizer_names`: the names for the parameter numbers of a
     file with torch's own `optimizer.state_dict()`; `formats.optimizer_names(model, optimizers)` if that program built
-    its optimizer in the same order. The optimizer need not have stepped.
+    its optimizer in the same order. The optimizer need not have stepped. `allow_missing`, `allow_unexpected`: names of
+    parameters that were frozen, or are now, as in `set_state_dict`.
     """
     state = _training_state(model, optimizers)
+    left_out = [f"optimizer.state.{name}.*" for name in allow_unexpected]
     with open_source(path, allow_torch_save=allow_torch_save, optimizer_names=optimizer_names) as source:
-        load_into(state, source, process_group=process_group)
-    set_state_dict(model, optimizers, model_state_dict=state["model"], optim_state_dict=state.get("optimizer"))
+        load_into(state, source, process_group=process_group, allow_unexpected=left_out)
+    set_state_dict(
+        model,
+        optimizers,
+        model_state_dict=state["model"],
+        optim_state_dict=state.get("optimizer"),
+        allow_missing=allow_missing,
+        allow_unexpected=allow_unexpected,
+    )
 
 
 def _training_state(model: nn.Module, optimizers: Optimizers) -> dict[str, Any]:
