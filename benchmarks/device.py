@@ -24,9 +24,9 @@ def device_of(kind: str, index: int = 0) -> torch.device:
     if kind == "cpu":
         return torch.device("cpu")
     if kind == SIMULATED:
-        from tests.harness import late
+        from tests.harness import nccl
 
-        late.register()
+        nccl.register()
     found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if found is None or found.type != kind:
         raise SystemExit(

@@ -46,7 +46,7 @@ def _held(rank: int, way: dict[str, Any] | None) -> tuple[int, dict[str, torch.T
 
 @pytest.mark.slow
 def test_activations_on_the_host_leave_the_device() -> None:
-    found = {name: pool(2, backend="late").run(_held, way) for name, way in WAYS.items()}
+    found = {name: pool(2, backend="nccl").run(_held, way) for name, way in WAYS.items()}
     for rank in range(2):
         held = {name: ranks[rank][0] for name, ranks in found.items()}
         # Of a block the inputs are far less than all that it keeps; the rest is the ends' of the model.

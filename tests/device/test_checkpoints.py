@@ -17,7 +17,7 @@ CASE = on_device.case_of(Setup())
 
 
 def _saves(rank: int, folder: str, offload: bool) -> tuple[list[str], list[bool]]:
-    from tests.harness import late, simulated
+    from tests.harness import nccl, simulated
 
     with simulated.watched() as seen:
         model: Any = on_device.sharded(CASE.build().to("simulated"), Setup(offload=offload))
@@ -40,12 +40,12 @@ def _saves(rank: int, folder: str, offload: bool) -> tuple[list[str], list[bool]
             model.load_state_dict(state["model"])
             loaded = {name: p.to_local().cpu() for name, p in model.named_parameters()}
             same.append(all(torch.equal(loaded[name], value) for name, value in saved[step].items()))
-    return [race.explain() for race in seen.races] + late.failures(), same
+    return [race.explain() for race in seen.races] + nccl.failures(), same
 
 
 @pytest.mark.slow
 def test_saves_beside_training_hold_the_step_that_they_name(tmp_path: Path) -> None:
     for offload in (False, True):
-        for races, same in pool(2, backend="late").run(_saves, str(tmp_path / str(offload)), offload, timeout=90):
+        for races, same in pool(2, backend="nccl").run(_saves, str(tmp_path / str(offload)), offload, timeout=90):
             assert not races, races[0]
             assert same == [True, True, True]

@@ -1,7 +1,7 @@
 """How many communicators a training step opens on the device, beside those of FSDP2; `report` names them.
 
 NCCL makes the communicator of a process group with its first message, and each takes memory of the device. The data
-groups of fullshard take the place of the mesh's own groups, which stay without a message, so without one.
+groups of fullshard replace the mesh's own groups, which stay without a message, so without one.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ CASES = {
 )
 def test_at_most_one_communicator_more_than_fsdp2(name: str) -> None:
     setup, purposes = CASES[name]
-    groups = pool(4, backend="late")
+    groups = pool(4, backend="nccl")
     for (used, told), (used_by_fsdp2, _) in zip(
         groups.run(_train, setup, "fullshard"), groups.run(_train, setup, "torch"), strict=True
     ):
@@ -45,9 +45,9 @@ def test_at_most_one_communicator_more_than_fsdp2(name: str) -> None:
 
 
 def _train(rank: int, setup: Setup, library: str) -> tuple[int, list[str]]:
-    from tests.harness import late, simulated
+    from tests.harness import nccl, simulated
 
-    before, told = late.LateGroup.used, []
+    before, told = nccl.library().made(), []
     device, case = torch.device("simulated", 0), case_of(setup)
     clip = fullshard.clip_grad_norm_ if library == "fullshard" else nn.utils.clip_grad_norm_
     with simulated.watched():
@@ -61,36 +61,29 @@ def _train(rank: int, setup: Setup, library: str) -> tuple[int, list[str]]:
             optimizer.zero_grad()
         if library == "fullshard":
             told = [term.name.split('"')[1] for term in fullshard.report(model).communicators]
-    return late.LateGroup.used - before, sorted(told)
+    return nccl.library().made() - before, sorted(told)
 
 
 def test_a_bound_device_makes_no_group_of_ours_a_split_of_all_ranks() -> None:
     """Torch would make it one at once: a collective over ranks that do not come, and memory that no message uses."""
-    assert pool(4, backend="late").run(_make_groups, timeout=30) == [[], [], [], []]
+    assert pool(4, backend="nccl").run(_make_groups, timeout=30) == [(0, 2), (0, 2), (0, 0), (0, 0)]
 
 
-def _make_groups(rank: int) -> list[list[int]]:
-    """The groups that were connected, or split from the default group, when they were made: ranks of each."""
-    from tests.harness import late
+def _make_groups(rank: int) -> tuple[int, int]:
+    """The splits that were made, and the communicators."""
+    from tests.harness import nccl
 
     device, case = torch.device("simulated", 0), case_of(Setup())
-    connected: list[list[int]] = []
-    splits = {
-        "supports_splitting": True,
-        "_get_backend": lambda self, _: self,
-        "eager_connect_single_device": lambda self, _: connected.append(dist.get_process_group_ranks(self)),
-        "perform_nocolor_split": lambda self, _: connected.append([]),
-    }
+    assert dist.group.WORLD is not None
     # The mesh has half of the ranks, like a stage of a pipeline: the others make no group.
     # Its name makes it unlike the mesh of any job of two ranks: torch keeps the specs of DTensors for meshes that are
     # equal, and later jobs of this process would get this one, whose group is gone.
     group = dist.new_group([0, 1])
     stage = DeviceMesh.from_group(group, "simulated", mesh_dim_names=("stage",)) if rank < 2 else group
-    # From now on as NCCL with `init_process_group(device_id=)`.
-    for name, value in splits.items():
-        setattr(late.LateGroup, name, value)
-    assert dist.group.WORLD is not None
+    # From now on as with `init_process_group(device_id=)`.
     dist.group.WORLD.bound_device_id = device
+    dist.group.WORLD._get_backend(device).eager_connect_single_device(device)
+    made = nccl.library().made()
     try:
         if rank < 2:
             model: Any = case.build().to(device)
@@ -102,6 +95,4 @@ def _make_groups(rank: int) -> list[list[int]]:
         assert dist.group.WORLD.bound_device_id == device
     finally:
         dist.group.WORLD.bound_device_id = None
-        for name in splits:
-            delattr(late.LateGroup, name)
-    return connected
+    return nccl.library().splits(), nccl.library().made() - made

@@ -175,7 +175,7 @@ def _lost(rank: int, how: str, folder: str) -> tuple[list[str], dict[str, Tensor
 @pytest.mark.quick(5)
 @pytest.mark.parametrize("how", ["whole", "parts", "checkpoint", "new optimizer", "declared"])
 def test_the_model_is_lost_on_all_ranks_until_all_of_it_was_loaded(how: str, tmp_path: Path) -> None:
-    found = pool(2, backend="late").run(_lost, how, str(tmp_path / "checkpoint"))
+    found = pool(2, backend="nccl").run(_lost, how, str(tmp_path / "checkpoint"))
     for rank, (said, values) in enumerate(found):
         first, forward, step, unshard, part = said
         assert first == "injected" if rank else "rank 1 raised" in first
@@ -228,7 +228,7 @@ def test_after_a_rank_was_killed_nothing_of_the_model_is_used(tmp_path: Path) ->
     # is simulated.
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as fresh:
         folder = str(tmp_path / "lost")
-        survivor, killed = fresh.submit(run_fates, 2, _killed, folder, backend="late", lost=(1,)).result()
+        survivor, killed = fresh.submit(run_fates, 2, _killed, folder, backend="nccl", lost=(1,)).result()
     assert killed.code == -signal.SIGKILL
     assert survivor.value is not None, survivor.output
     (first,), refused = survivor.value
@@ -254,16 +254,16 @@ def _cut(model: Any, rank: int) -> None:
 
 def _cut_in_a_step(rank: int, wait: bool) -> tuple[str, bool, bool, str, dict[str, Tensor]]:
     """The connections are cut when the host waits for the last reductions, or else after the step."""
-    from tests.harness import late, simulated
+    from tests.harness import nccl, simulated
 
-    with simulated.watched(queries=late.is_quiet):
+    with simulated.watched(queries=nccl.is_quiet):
         model, optimizer = _build()
         for step in range(FAILED):
             _step(model, optimizer, rank, step)
         values, state, error = _values(model), _copy(optimizer.state_dict()), ""
-        with late.held(*REDUCTIONS):
+        with nccl.held(*REDUCTIONS):
             if wait:
-                cutting = threading.Thread(target=lambda: late.waits_on_host.wait(30) and _cut(model, rank))
+                cutting = threading.Thread(target=lambda: nccl.waits_on_host.wait(30) and _cut(model, rank))
                 cutting.start()
             try:
                 _step(model, optimizer, rank, FAILED, wait=wait)
@@ -292,7 +292,7 @@ def _cut_in_a_step(rank: int, wait: bool) -> tuple[str, bool, bool, str, dict[st
 @pytest.mark.parametrize("wait", [True, False])
 def test_a_guard_that_waits_notices_a_cut_before_the_step(wait: bool) -> None:
     for rank, (error, stepped, spoiled, refused, values) in enumerate(
-        pool(2, backend="late").run(_cut_in_a_step, wait)
+        pool(2, backend="nccl").run(_cut_in_a_step, wait)
     ):
         if wait:
             assert f"rank {1 - rank} gave no sign of life" in error and not stepped and not spoiled
@@ -303,19 +303,19 @@ def test_a_guard_that_waits_notices_a_cut_before_the_step(wait: bool) -> None:
 
 
 def _raises(rank: int, where: str, early: bool) -> tuple[str, bool, int, str, dict[str, Tensor]]:
-    from tests.harness import late, simulated
+    from tests.harness import nccl, simulated
 
-    with simulated.watched(queries=late.is_quiet):
+    with simulated.watched(queries=nccl.is_quiet):
         model, optimizer = _build()
         for step in range(FAILED):
             _step(model, optimizer, rank, step)
         values, state = _values(model), _copy(optimizer.state_dict())
         before = optimizer.register_step_pre_hook if where == "step" else model[0].register_full_backward_pre_hook
         hook = before(lambda *_: [][0]) if rank else None
-        with late.held(*REDUCTIONS):
+        with nccl.held(*REDUCTIONS):
             with pytest.raises((IndexError, PeerFailed)) as caught:
                 _step(model, optimizer, rank, FAILED)
-            waited = late.waits_on_host.is_set()
+            waited = nccl.waits_on_host.is_set()
             if hook is not None:
                 hook.remove()
             optimizer.zero_grad()
@@ -338,7 +338,7 @@ def _raises(rank: int, where: str, early: bool) -> tuple[str, bool, int, str, di
 @pytest.mark.parametrize(("where", "ranks"), [("backward", "rank 0"), ("step", "ranks 0 and 1")])
 def test_the_watch_ends_the_wait_of_a_guard_on_a_device(where: str, ranks: str) -> None:
     """And what was under way on the rank that raised is lost, too: its messages go with the connections."""
-    found = pool(2, backend="late").run(_raises, where, False)
+    found = pool(2, backend="nccl").run(_raises, where, False)
     for rank, (error, waited, steps, refused, values) in enumerate(found):
         assert rank or ("rank 1 raised at step 2" in error and waited)
         assert steps == FAILED
@@ -349,27 +349,27 @@ def test_the_watch_ends_the_wait_of_a_guard_on_a_device(where: str, ranks: str) 
 @pytest.mark.slow
 def test_ranks_may_load_before_they_meet() -> None:
     """The model is sound then, and is not lost by what was under way before the load; the optimizer was not loaded."""
-    for _, _, steps, refused, values in pool(2, backend="late").run(_raises, "step", True):
+    for _, _, steps, refused, values in pool(2, backend="nccl").run(_raises, "step", True):
         assert refused.startswith("AdamW.step: expected state that was loaded after the model was lost")
         assert steps == FAILED
         _same(values)
 
 
 def _nothing_under_way(rank: int) -> tuple[str, dict[str, Tensor]]:
-    from tests.harness import late, simulated
+    from tests.harness import nccl, simulated
 
-    with simulated.watched(queries=late.is_quiet):
+    with simulated.watched(queries=nccl.is_quiet):
         model, optimizer = _build()
         for step in range(FAILED):
             _step(model, optimizer, rank, step)
         # The reductions of rank 0 arrive while its host waits for them; rank 1 raises after its own arrived.
-        with late.held(*REDUCTIONS[: 0 if rank else None]):
-            arriving = threading.Thread(target=lambda: late.waits_on_host.wait(30) and late.let_go())
+        with nccl.held(*REDUCTIONS[: 0 if rank else None]):
+            arriving = threading.Thread(target=lambda: nccl.waits_on_host.wait(30) and nccl.let_go())
             arriving.start()
             hook = optimizer.register_step_pre_hook(lambda *_: [][0]) if rank else None
             with pytest.raises((IndexError, PeerFailed)) as caught:
                 _step(model, optimizer, rank, FAILED)
-            late.waits_on_host.set()
+            nccl.waits_on_host.set()
             arriving.join()
         if hook is not None:
             hook.remove()
@@ -383,17 +383,17 @@ def _nothing_under_way(rank: int) -> tuple[str, dict[str, Tensor]]:
 @pytest.mark.slow
 def test_nothing_is_lost_when_nothing_was_under_way() -> None:
     """All reductions had arrived when the ranks failed, because the host had waited: they try again, as on a CPU."""
-    for rank, (error, values) in enumerate(pool(2, backend="late").run(_nothing_under_way)):
+    for rank, (error, values) in enumerate(pool(2, backend="nccl").run(_nothing_under_way)):
         assert rank or "rank 1 raised at step 2" in error
         _same(values)
 
 
 def _lost_among_replicas(rank: int) -> tuple[str, list[str], dict[str, Tensor]]:
     """Two models on one mesh of 2 x 2 ranks. The first is under way when a rank raises; the second never ran since."""
-    from tests.harness import late, simulated
+    from tests.harness import nccl, simulated
 
     mesh = init_device_mesh("simulated", (2, 2), mesh_dim_names=("replicate", "shard"))
-    with simulated.watched(queries=late.is_quiet):
+    with simulated.watched(queries=nccl.is_quiet):
         (model, optimizer), (other, _) = _build(mesh), _build(mesh)
         for step in range(FAILED):
             _step(model, optimizer, rank, step)
@@ -416,7 +416,7 @@ def _lost_among_replicas(rank: int) -> tuple[str, list[str], dict[str, Tensor]]:
 
 @pytest.mark.slow
 def test_models_are_lost_on_all_replicas_until_all_on_their_mesh_were_loaded() -> None:
-    for rank, (first, (before, half), values) in enumerate(pool(4, backend="late").run(_lost_among_replicas)):
+    for rank, (first, (before, half), values) in enumerate(pool(4, backend="nccl").run(_lost_among_replicas)):
         assert first == "injected" if rank == 1 else "rank 1 raised" in first
         assert before.startswith(LOST) and half.startswith(LOST), (rank, before, half)
         assert "not loaded here yet: 0.weight, 0.bias" in half

@@ -122,7 +122,7 @@ def test_the_peak_of_strategies_of_four_ranks(name: str) -> None:
 
 
 def _check(setup: Setup, world: int) -> None:
-    for found in pool(world, backend="late").run(measure, setup, seed=setup.seed):
+    for found in pool(world, backend="nccl").run(measure, setup, seed=setup.seed):
         assert found.activations < 0.02 * found.peak, "parameters dominate, or the bound means little"
         assert abs(found.measured - found.expected) <= WITHIN * found.expected, found.explain()
 

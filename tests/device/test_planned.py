@@ -24,8 +24,8 @@ SETUPS = {
     "one rank": (1, Setup("wide", offload=True)),
     "one rank, mixed precision": (1, Setup("wide", offload=True, **MIXED)),
 }
-# Nothing is added to what is counted.
-BARE = replace(find_hardware("h100-80g"), backend="late", reserved=0.0, fragmentation=0.0)
+# Nothing is added to what is counted: communicators of this device take nothing.
+BARE = replace(find_hardware("h100-80g"), backend="simulated", reserved=0.0, fragmentation=0.0)
 
 
 @pytest.mark.quick(5)
@@ -46,12 +46,12 @@ def test_offload_is_predicted_on_the_device_and_on_the_host(name: str) -> None:
         compute=setup.dtype,
         reduce=setup.reduce_dtype,
         accumulate=setup.micro,
-        backend="late",
+        backend="nccl",
     )
     model = describe(program, name, compute=setup.dtype)
     plan = plan_of(model, steps_of(model), strategy, BARE)
     on_host = dict(plan.host_terms)
-    for found in pool(world, backend="late").run(measure, setup, seed=setup.seed):
+    for found in pool(world, backend="nccl").run(measure, setup, seed=setup.seed):
         # The guard's table is of one size, whatever the model.
         peak = found.peak - dict(found.terms).get("table of the digests of initial values", 0)
         assert abs(plan.peak_nbytes - peak) <= 0.02 * peak, (

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 
-from tests.harness import late
 from tests.harness.on_device import Setup, case_of
 from tests.harness.pool import pool
 
@@ -21,9 +20,8 @@ def _prepared(rank: int, folder: str) -> list[dict[str, torch.Tensor]]:
     config = {"wrap": "children", "cpu_offload": True, "state_dict": {"kind": "full"}}
     prepared = prepare_fully_shard(CASE.build().to("simulated"), None, config, show=False)
     assert {p.device.type for p in prepared.model.parameters()} == {"cpu"}
-    with late.device_alone():
-        state = prepared.state_dict()
-        export_full(checkpoint.get_state_dict(prepared.model)[0], f"{folder}/whole.pt", "torch")
+    state = prepared.state_dict()
+    export_full(checkpoint.get_state_dict(prepared.model)[0], f"{folder}/whole.pt", "torch")
     return [state, torch.load(f"{folder}/whole.pt") if rank == 0 else {}]
 
 
@@ -34,8 +32,7 @@ def _wrapped(rank: int, folder: str) -> list[dict[str, torch.Tensor]]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0, momentum=0.5)
     CASE.loss(model, tuple(part.to("simulated") for part in CASE.batch(0, rank))).backward()  # type: ignore[arg-type]
     optimizer.step()
-    with late.device_alone():
-        own, state = model.state_dict(), FullyShardedDataParallel.optim_state_dict(model, optimizer)["state"]
+    own, state = model.state_dict(), FullyShardedDataParallel.optim_state_dict(model, optimizer)["state"]
     assert {name: entries["momentum_buffer"].shape for name, entries in state.items()} == {
         name: value.shape for name, value in CASE.build().named_parameters()
     }
@@ -45,7 +42,7 @@ def _wrapped(rank: int, folder: str) -> list[dict[str, torch.Tensor]]:
 @pytest.mark.parametrize("job", [_prepared, _wrapped])
 def test_a_full_state_dict_of_shards_on_the_host(job: Any, tmp_path: Any) -> None:
     expected = CASE.build().state_dict()
-    for rank, dicts in enumerate(pool(2, backend="late").run(job, str(tmp_path))):
+    for rank, dicts in enumerate(pool(2, backend="simulated:nccl").run(job, str(tmp_path))):
         for number, found in enumerate(dicts):
             assert found.keys() == (expected.keys() if not number or not rank else set())
             assert all(value.device.type == "cpu" and torch.equal(value, expected[n]) for n, value in found.items())

@@ -44,8 +44,8 @@ def _train(rank: int, folder: str, records: bool) -> tuple[int, list[int]]:
 
 
 def test_recording_does_not_wait_for_the_device(tmp_path: Path) -> None:
-    plain = pool(2, backend="late").run(_train, str(tmp_path), False)
-    found = pool(2, backend="late").run(_train, str(tmp_path), True)
+    plain = pool(2, backend="nccl").run(_train, str(tmp_path), False)
+    found = pool(2, backend="nccl").run(_train, str(tmp_path), True)
     for (waits, written), (before, _) in zip(found, plain, strict=True):
         assert waits == before
         assert written == [0, 0, 3, 4]

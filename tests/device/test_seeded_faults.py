@@ -53,7 +53,7 @@ def test_a_seeded_fault_is_found(name: str) -> None:
     fault = FAULTS[name]
     setup = replace(fault.setup, steps=STEPS)
     try:
-        results = pool(fault.world, backend="late").run(_train, setup, name, seed=setup.seed, timeout=30)
+        results = pool(fault.world, backend="nccl").run(_train, setup, name, seed=setup.seed, timeout=30)
     except RanksFailed as failed:
         # A rank that reads what did not arrive may also see facts that differ: it asks its peers, who still wait for
         # the messages of the step that it left out. Only a fault does that: the sound engine trains in this pool below.
@@ -67,7 +67,7 @@ def test_a_seeded_fault_is_found(name: str) -> None:
 @pytest.mark.parametrize("setup, world", sorted({(f.setup, f.world) for f in FAULTS.values()}, key=repr), ids=repr)
 def test_the_sound_engine_shows_nothing(setup: Setup, world: int) -> None:
     setup = replace(setup, steps=STEPS)
-    for found in pool(world, backend="late").run(_train, setup, "", seed=setup.seed, timeout=30):
+    for found in pool(world, backend="nccl").run(_train, setup, "", seed=setup.seed, timeout=30):
         assert _noticed(found, setup, world) == ""
 
 

@@ -37,7 +37,7 @@ def _on_two_streams(rank: int) -> str:
 
 
 def test_a_backward_on_another_stream_is_refused() -> None:
-    for told in pool(2, backend="late").run(_on_two_streams):
+    for told in pool(2, backend="nccl").run(_on_two_streams):
         assert "expected the stream on which this model runs" in told and "stream_id=" in told
 
 
@@ -59,7 +59,7 @@ def _one_after_the_other(rank: int) -> list[str]:
 
 
 def test_whole_steps_may_change_the_stream() -> None:
-    assert pool(2, backend="late").run(_one_after_the_other) == [[], []]
+    assert pool(2, backend="nccl").run(_one_after_the_other) == [[], []]
 
 
 def _fails_in_backward(rank: int) -> tuple[str, list[torch.Tensor]]:
@@ -99,7 +99,7 @@ def test_a_failed_backward_is_told_though_the_engine_holds_its_callback() -> Non
     plain = CASE.build()
     for rank in range(2):
         (CASE.loss(plain, CASE.batch(0, rank)) / 2).backward()
-    (mine, first), (theirs, second) = pool(2, backend="late").run(_fails_in_backward, timeout=40)
+    (mine, first), (theirs, second) = pool(2, backend="nccl").run(_fails_in_backward, timeout=40)
     assert "on purpose" in mine
     assert theirs.startswith("PeerFailed") and "rank 0" in theirs and "backward" in theirs
     for a, b, p in zip(first, second, plain.parameters(), strict=True):

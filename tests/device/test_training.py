@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.harness import late, on_device, simulated
+from tests.harness import nccl, on_device, simulated
 from tests.harness.models import assert_close_to_tensor_max
 from tests.harness.on_device import Found, Setup
 from tests.harness.pool import pool
@@ -112,7 +112,7 @@ def _fails(rank: int, where: str) -> tuple[list[str], dict[str, torch.Tensor]]:
                 handle.remove()
             optimizer.zero_grad()
         params = {name: on_device.whole(p).cpu() for name, p in model.named_parameters()}
-    return [race.explain() for race in seen.races] + late.failures(), params
+    return [race.explain() for race in seen.races] + nccl.failures(), params
 
 
 def _raise(_: torch.Tensor) -> None:
@@ -122,7 +122,7 @@ def _raise(_: torch.Tensor) -> None:
 @pytest.mark.parametrize("where", ["forward", "backward"])
 def test_nothing_is_unordered_after_an_exception(where: str) -> None:
     expected = on_device.reference(Setup(), 2)
-    for wrong, params in pool(2, backend="late").run(_fails, where, timeout=40):
+    for wrong, params in pool(2, backend="nccl").run(_fails, where, timeout=40):
         assert not wrong, wrong[0]
         for name, values in params.items():
             assert_close_to_tensor_max(values, expected[name], 12)

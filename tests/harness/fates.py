@@ -60,7 +60,7 @@ def run_fates(
     backend: str = "gloo",
 ) -> list[Told]:
     """Call `fn(rank, *args)` on `world` forks. `stays`: a rank whose `fn` returned ends when all have; else at once.
-    `lost`: ranks that nobody waits for once the others have told. Backend "late": on the device "simulated"."""
+    `lost`: ranks that nobody waits for once the others have told. Backend "nccl": on the device "simulated", gloo for the host."""
     with tempfile.TemporaryDirectory(prefix="fullshard-fates-") as folder:
         place, given = Path(folder), environment or {}
         ranks = [_fork(rank, world, fn, args, place, limit, given, stays, backend) for rank in range(world)]
@@ -148,10 +148,11 @@ def _rank_main(
     begun, told = time.monotonic(), Told()
     try:
         store = _store(rank, folder)
-        if backend == "late":
-            from tests.harness import late
+        if backend == "nccl":
+            from tests.harness import nccl
 
-            late.register()
+            nccl.register()
+            backend = nccl.BOTH
         dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timedelta(seconds=limit))
         begun = time.monotonic()
         value = fn(rank, *args)

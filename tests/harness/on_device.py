@@ -134,12 +134,12 @@ def case_of(setup: Setup) -> Case:
 
 def run(setup: Setup, *, world: int = 2) -> list[Found]:
     """Train on `world` processes with the device; what each found."""
-    return pool(world, backend="late").run(train, setup, seed=setup.seed)
+    return pool(world, backend="nccl").run(train, setup, seed=setup.seed)
 
 
 def train(rank: int, setup: Setup) -> Found:
     """The job of one rank."""
-    from tests.harness import late, simulated
+    from tests.harness import nccl, simulated
 
     device = torch.device("simulated", 0)
     case = case_of(setup)
@@ -180,7 +180,7 @@ def train(rank: int, setup: Setup) -> Found:
         params,
         [loss.item() for loss in losses],
         [race.explain() for race in seen.races],
-        late.failures(),
+        nccl.failures(),
         waits,
         rest,
         peak,

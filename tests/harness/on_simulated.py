@@ -1,4 +1,4 @@
-"""A pytest plugin: this session's machine has the device "simulated", and the backend "late" belongs to it.
+"""A pytest plugin: this session's machine has the device "simulated", and NCCL belongs to it.
 
     python -m pytest -p tests.harness.on_simulated tests/gpu
 
@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import torch
 
-from tests.harness import late
+from tests.harness import nccl
 
-late.register()
+nccl.register()
 # Otherwise torch unties parameters that it moves to a device of this kind; those of CUDA stay tied.
 torch.__future__.set_swap_module_params_on_conversion(True)

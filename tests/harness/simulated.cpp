@@ -20,14 +20,17 @@
 #include <unordered_set>
 #include <vector>
 
+// Bytes [start, stop) from `base`, the beginning of an allocation; `device`: -1 of the host's memory.
+struct Access { uintptr_t base; int64_t start, stop; int32_t writes, device; };
+// Called after each operator: messages run some operators later (nccl.cpp).
+void (*simulated_heard)() = nullptr;
+
 namespace {
 
 constexpr int kDevices = 8;
 constexpr auto kType = c10::DeviceType::PrivateUse1;
 
 // ---- what Python is told ----
-// Bytes [start, stop) from `base`, the beginning of an allocation; `device`: -1 of the host's memory.
-struct Access { uintptr_t base; int64_t start, stop; int32_t writes, device; };
 struct Told {
   // `device` -1: page-locked memory of the host.
   void (*allocated)(uintptr_t, int64_t, int32_t device, int64_t stream);
@@ -249,6 +252,7 @@ void note(std::vector<Access>& accesses, const at::Tensor& t, bool writes) {
 }
 void tell(const char* op, const std::vector<Access>& accesses, c10::DeviceIndex device) {
   call<&Told::ran>(op, accesses.data(), accesses.size(), device, current_stream[device]);
+  if (simulated_heard) simulated_heard();
 }
 
 void run(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::Stack* stack) {
@@ -389,6 +393,12 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
 }
 
 }  // namespace
+
+// For nccl.cpp.
+void simulated_ran(const char* op, const std::vector<Access>& accesses, c10::DeviceIndex device, int64_t stream) {
+  call<&Told::ran>(op, accesses.data(), accesses.size(), device, stream);
+}
+at::Tensor simulated_on_host(const at::Tensor& tensor) { return on_host(tensor); }
 
 // With null, Python is told no more, and no call is under way afterwards. At the end of the process that must be so: Python
 // ends a thread by force that asks for the interpreter then, autograd's for the device, and C++ then ends the process.

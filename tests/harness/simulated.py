@@ -7,7 +7,7 @@
     seen.waits                each time the host waited for the device, with its stack
 
 Operators run at once, on the host; what is simulated is that they do not. So the watch does not depend on how long
-something takes: what is not ordered is found in every run. Late messages are in tests/harness/late.py.
+something takes: what is not ordered is found in every run. Messages are in tests/harness/nccl.py.
 
 `load` registers a device for the whole process, which then is one with an accelerator: only processes of the pool
 for devices call it (`tests.harness.pool.pool(world, device=True)`).
@@ -25,6 +25,7 @@ import os
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import threading
 import types
@@ -39,7 +40,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from tests.harness.clocks import HOST, Clocks
 
-SOURCE = Path(__file__).with_suffix(".cpp")
+# The device, and a backend of the shape of NCCL for it (tests/harness/nccl.py).
+SOURCES = tuple(Path(__file__).with_name(f"{name}.cpp") for name in ("simulated", "nccl"))
 # The allocator of CUDA hands out multiples of this.
 ROUNDED_NBYTES = 512
 _FRAMES = 14
@@ -58,20 +60,33 @@ def build(folder: Path | None = None) -> Path:
     if folder.stat().st_uid != os.getuid():
         raise RuntimeError(f"{folder}: expected a folder of this user; remove it")
     root = Path(torch.__file__).parent
-    key = hashlib.sha256(SOURCE.read_bytes() + f"{torch.__version__} {root}".encode()).hexdigest()[:16]
+    python = sysconfig.get_paths()["include"]
+    made_of = b"".join(source.read_bytes() for source in SOURCES) + f"{torch.__version__} {root} {python}".encode()
+    key = hashlib.sha256(made_of).hexdigest()[:16]
     library = folder / f"simulated-{key}.so"
     with open(folder / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not library.exists():
             made = library.with_suffix(".making")
             include = root / "include"
-            command = [compiler, "-std=c++20", "-O0", "-fPIC", "-shared", str(SOURCE), "-o", str(made)]
-            command += [f"-I{include}", f"-I{include / 'torch/csrc/api/include'}", f"-L{root / 'lib'}"]
-            command += ["-lc10", "-ltorch_cpu", f"-Wl,-rpath,{root / 'lib'}"]
-            command += [f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"]
-            done = subprocess.run(command, capture_output=True, text=True)
-            if done.returncode:
-                raise RuntimeError(f"{SOURCE.name} does not compile:\n{done.stderr[-4000:]}")
+            common = [compiler, "-std=c++20", "-O0", "-fPIC", f"-I{include}", f"-I{python}"]
+            common += [f"-I{include / 'torch/csrc/api/include'}"]
+            common += [f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"]
+            objects = [made.with_suffix(f".{source.stem}.o") for source in SOURCES]
+            # Side by side: each takes some ten seconds.
+            running = [
+                subprocess.Popen([*common, "-c", str(source), "-o", str(to)], stderr=subprocess.PIPE, text=True)
+                for source, to in zip(SOURCES, objects, strict=True)
+            ]
+            for source, one in zip(SOURCES, running, strict=True):
+                _, errors = one.communicate()
+                if one.returncode:
+                    raise RuntimeError(f"{source.name} does not compile:\n{errors[-4000:]}")
+            link = [compiler, "-shared", *map(str, objects), "-o", str(made), f"-L{root / 'lib'}"]
+            link += ["-lc10", "-ltorch_cpu", "-ltorch_python", f"-Wl,-rpath,{root / 'lib'}"]
+            subprocess.run(link, check=True)
+            for one_object in objects:
+                one_object.unlink()
             made.rename(library)
     return library
 
@@ -431,7 +446,7 @@ class _Lines:
 
 
 _lines: dict[int, _Lines] = {}
-_OWN_FILES = ("harness/simulated.py", "harness/late.py", "contextlib.py")
+_OWN_FILES = ("harness/simulated.py", "harness/nccl.py", "contextlib.py")
 
 
 _IS_PINNED = torch.ops.aten.is_pinned.default

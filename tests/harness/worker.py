@@ -45,7 +45,8 @@ class Job:
     group_timeout: float
     seed: int
     warning_filters: list[Any]
-    # "gloo", or "late": then this process has the device "simulated" from now on (tests/harness/late.py).
+    # "gloo"; "nccl", beside gloo for the host, or "simulated:nccl", without: then this process has the device
+    # "simulated" from now on (tests/harness/nccl.py).
     backend: str = "gloo"
 
 
@@ -90,8 +91,8 @@ class _ProcessState:
         """End all groups, with what is still pending in them, and put the rest back. Twice is as once."""
         if dist.is_initialized():
             dist.destroy_process_group()
-        if "tests.harness.late" in sys.modules:
-            sys.modules["tests.harness.late"].end()
+        if "tests.harness.nccl" in sys.modules:
+            sys.modules["tests.harness.nccl"].end()
         sys.excepthook = self.excepthook  # init_process_group puts one more around the last
         os.environ.clear()
         os.environ.update(self.environment)
@@ -132,17 +133,19 @@ def _run(job: Job) -> Any:
     torch.manual_seed(job.seed)
     with warnings.catch_warnings():
         warnings.filters[:] = job.warning_filters  # the same strictness as in the test that asked
-        if job.backend == "late":
-            from tests.harness import late
+        backend, on_device = job.backend, job.backend.endswith("nccl")
+        if on_device:
+            from tests.harness import nccl
 
-            late.register(job.seed)
+            nccl.register(job.seed)
+            backend = nccl.BOTH if backend == nccl.BACKEND else backend
         if job.rendezvous is not None:
             # Ranks ask each other through the store, and one in a file is read every ten milliseconds.
             met: dict[str, Any] = {"init_method": f"file://{job.rendezvous}"}
-            if job.backend == "late":
+            if on_device:
                 met = {"store": _store(job)}
             limit = timedelta(seconds=job.group_timeout)
-            dist.init_process_group(job.backend, rank=job.rank, world_size=job.world, timeout=limit, **met)
+            dist.init_process_group(backend, rank=job.rank, world_size=job.world, timeout=limit, **met)
         with collecting.on_rank(job.rank, getattr(job.fn, "__qualname__", "")):
             return job.fn(job.rank, *job.args)
 

@@ -38,6 +38,13 @@ def default_store() -> Any:
     return cast(Any, distributed_c10d._get_default_store()).clone()
 
 
+def error_of(process_group: ProcessGroup, device: torch.device) -> str:
+    """What the watchdog of NCCL found wrong with `process_group`, as torch names it; "" if nothing. Set before it aborts
+    the communicator, so a message that it ended is never over before."""
+    found = cast(Any, process_group._get_backend(device)).get_error()
+    return "" if found == found.__class__.SUCCESS else str(found.name)
+
+
 def timeout_of(process_group: ProcessGroup) -> float:
     """The timeout of `process_group`'s backend in seconds; half an hour if unknown."""
     for device in process_group._device_types:
@@ -80,6 +87,10 @@ def same_group(
         made._register_backend(device, kind, own)
         made._set_default_backend(kind)
     made._set_group_name(name)
+    if backend == "nccl":
+        # Otherwise its first message would connect: a wait for the other ranks that nobody expects there.
+        index = torch.accelerator.current_device_index() if device.index is None else device.index
+        own.eager_connect_single_device(torch.device(device.type, index))
     return made  # type: ignore[no-any-return]
 
 

@@ -10,6 +10,10 @@ Cutting (`cut`) ends every wait of this rank and its peers on the group at once,
             `cut` posts a receive with a timeout of a millisecond (tests/procs/test_data_groups.py)
     NCCL    `abort` of the backend
 
+They connect at once, inside of a wait that the watch knows, also on NCCL, which would do it at the first message. A
+thread of its own does it: neither gloo nor NCCL returns while a rank that is gone is missing. Nothing of Python's is
+left with the backend, which may call its store whenever it likes, from threads of C++.
+
 Other backends have no data groups: their groups are used directly, and a wait ends when the backend ends it.
 """
 
@@ -30,7 +34,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .._torch import default_store, nccl_watchdog, same_group
+from .._torch import backend_of, default_store, error_of, nccl_watchdog, same_group
 from ..guard import Fault, Scope, Wait, wait_until
 
 # ---- pairs -----------------------------------------------------------------------------------------------------------
@@ -92,8 +96,7 @@ _log = logging.getLogger("fullshard")
 # ---- data group ------------------------------------------------------------------------------------------------------
 
 _CUT_TAG = 0x66736866
-# "late" acts as NCCL in tests.
-_CUTS = ("gloo", "nccl", "late")
+_CUTS = ("gloo", "nccl")
 # Words in a backend's errors about connections, as opposed to errors about arguments.
 _OF_CONNECTIONS = ("gloo/transport", "pair closure", "onnection", "ocket", "imed out", "NCCL")
 # How long to wait, after a connection was closed, until a peer reports why or is found dead.
@@ -138,6 +141,9 @@ class DataGroup:
         self.ranks = tuple(dist.get_process_group_ranks(origin))
         # The same on all of its ranks, and unique.
         self.name = scope.groups.new_name(f"{purpose} {'.'.join(map(str, _ends(self.ranks)))}")
+        # Whether messages run on streams of the device, so that no wait blocks the host. Those of gloo block it, wherever
+        # their tensors are.
+        self.on_streams = backend == "nccl"
         # Weak: `_made` is keyed weakly by this group, which a strong reference would keep alive.
         self._origin = weakref.ref(origin)
         self.issued = 0
@@ -179,16 +185,17 @@ class DataGroup:
         name = f"{scope.watch.records.prefix}/{scope.name}/{scope.renewed}/{self.name}"
         doing = scope.told or "the connections of " + self.purpose
         wait = Wait("connect", scope, doing, name=self.name, ranks=self.ranks)
-        store = _ConnectingStore(default_store(), wait)
         seconds = scope.watch.settings.limit_seconds + _BACKEND_SECONDS_MORE
+        # Of C++: a backend may use it for as long as it exists, from any thread.
+        store = default_store()
+        make = functools.partial(same_group, origin, self.ranks, self.device, self.backend, store, name, seconds)
         try:
             # First wait for all ranks here: the backend's own wait for them would end with its timeout.
             store.add(f"{name}/here", 1)
             wait_until(lambda: store.add(f"{name}/here", 0) >= len(self.ranks), wait)
-            with scope.watch.waiting.within(wait):
-                made = same_group(origin, self.ranks, self.device, self.backend, store, name, seconds)
-            if store.held is not None:
-                raise store.held
+            connecting = _Connecting(make, wait)
+            wait_until(lambda: connecting.is_over, wait)
+            made = connecting.result()
         except BaseException as error:
             scope.interrupted(error, wait.doing)
             raise
@@ -202,8 +209,12 @@ class DataGroup:
 
     def close(self) -> None:
         """Give the connections up permanently."""
-        self._group, self._renewed = None, -1
+        group, self._group, self._renewed = self._group, None, -1
         self._under_way.clear()
+        if self.on_streams and group is not None and not self.is_cut:
+            # Not left to its destructor, which aborts and warns.
+            with suppress(RuntimeError):
+                group.shutdown()
 
     def issue(self, call: str | Callable[..., Any], *args: Any) -> Sent:
         """Run `call(*args)`, which sends one message over `group` and returns its work; or the method of that name."""
@@ -219,7 +230,7 @@ class DataGroup:
         sent = Sent(self, work, self.issued, in_one=self.backend != "gloo" or not isinstance(work, dist.Work))
         if self.observer is not None:
             self.observer.sent(sent, call if isinstance(call, str) else call.__name__, args, begun)
-        if self.device.type != "cpu":
+        if self.on_streams:
             self._under_way.append(sent)
         return sent
 
@@ -253,18 +264,31 @@ class DataGroup:
         if self.is_cut or self._group is None:
             return
         self.cut_at = time.monotonic()
-        if self.device.type != "cpu":
+        if self.on_streams:
             with suppress(RuntimeError):
                 self._group.abort()
             return
         rank, size = self._group.rank(), self._group.size()
+        # Of the host, whatever the device of the group's messages is.
+        backend = backend_of(self._group, self.device)
         for step in range(1, size):
             try:
-                self._group.recv([torch.empty(1)], (rank + step) % size, _CUT_TAG).wait(timedelta(milliseconds=1))
+                backend.recv([torch.empty(1)], (rank + step) % size, _CUT_TAG).wait(timedelta(milliseconds=1))
             except RuntimeError as error:
                 if "Timed out" in str(error):
                     return
                 # This peer had already closed its connection: those to the others are still open.
+
+    @property
+    def broke(self) -> str:
+        """Why NCCL ended the communicator itself, or "": its watchdog found an error, or a message over its time limit.
+        The messages that this ended count as arrived on their streams."""
+        return error_of(self._group, self.device) if self.on_streams and self._group is not None else ""
+
+    def check(self) -> None:
+        """Raise if the backend ended the connections itself, though no peer failed."""
+        if not self.is_cut and (text := self.broke):
+            self.refuse(self.issued, RuntimeError(f"NCCL ended the communicator ({text})"))
 
     def refuse(self, number: int, error: RuntimeError) -> NoReturn:
         """Raise a backend's `error` for message `number`, explained if possible."""
@@ -286,9 +310,11 @@ class DataGroup:
         doing = scope.told or f"message {number} of {self.name}"
         text = str(error).split("\n")[0]
         wait = Wait("message", scope, doing, name=self.name, number=number, ranks=self.ranks, also="closed")
-        # On a device, what was queued after a message that failed ran without its bytes. One that was never sent, or
-        # that a cut ended, spoils nothing more.
-        failed = self.device.type != "cpu" and number <= self.issued and not self.is_cut
+        # On a device, what was queued after a message that failed ran without its bytes: also if NCCL refuses this one
+        # because it ended the communicator itself. Otherwise one that was never sent, or that a cut ended, spoils
+        # nothing more.
+        failed = self.on_streams and not self.is_cut and (number <= self.issued or bool(self.broke))
+        number = min(number, self.issued)
         spoiled = f"message {number} of {self.name}" if failed else ""
         fault = scope.failures.cause or self._told_in_time(wait)
         if fault is not None:
@@ -318,45 +344,32 @@ def _ends(ranks: Sequence[int]) -> Sequence[int]:
     return ranks if len(ranks) <= 8 else (*ranks[:2], ranks[-1], len(ranks))
 
 
-class _ConnectingStore(dist.Store):
-    """The store through which a backend finds its peers. Its waits end when a peer fails, instead of at the backend's
-    timeout. An exception from outside (Ctrl-C) is `held` until the connections exist: the peers would otherwise wait
-    for them inside their backend, where they cannot be notified."""
+class _Connecting(threading.Thread):
+    """Makes connections (`make`), which may wait for ever for a rank that is gone, while another thread waits with the
+    watch. A wait that ends early leaves this thread to its time limit, and nobody uses what it makes."""
 
-    def __init__(self, inner: Any, wait: Wait) -> None:
-        super().__init__()
-        self._inner, self._wait = inner, wait
-        self.held: BaseException | None = None
+    def __init__(self, make: Callable[[], dist.ProcessGroup], wait: Wait) -> None:
+        super().__init__(name="fullshard connects", daemon=True)
+        self._make, self._wait = make, wait
+        self._made: dist.ProcessGroup | None = None
+        self._error: BaseException | None = None
+        self.is_over = False
+        self.start()
 
-    def set(self, key: str, value: str) -> None:
-        self._inner.set(key, value)
+    def run(self) -> None:
+        try:
+            self._made = self._make()
+        except BaseException as error:
+            self._error = error
+        self.is_over = True
+        self._wait.wake()
 
-    def get(self, key: str) -> bytes:
-        self.wait([key])
-        found: bytes = self._inner.get(key)
-        return found
-
-    def add(self, key: str, amount: int) -> int:
-        return int(self._inner.add(key, amount))
-
-    def check(self, keys: list[str]) -> bool:
-        return bool(self._inner.check(keys))
-
-    def delete_key(self, key: str) -> bool:
-        return bool(self._inner.delete_key(key))
-
-    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
-        found: bytes = self._inner.compare_set(key, expected, desired)
-        return found
-
-    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:  # noqa: ARG002  (the watch keeps it)
-        while True:
-            try:
-                return wait_until(lambda: bool(self._inner.check(keys)), self._wait)
-            except RuntimeError:
-                raise
-            except BaseException as error:
-                self.held = error
+    def result(self) -> dist.ProcessGroup:
+        """The connections; raises what making them raised."""
+        if self._error is not None:
+            raise self._error
+        assert self._made is not None
+        return self._made
 
 
 class Sent:
@@ -377,7 +390,7 @@ class Sent:
         self._passed: Any = None
         self._renewed = group.scope.renewed
         self._described: Wait | None = None
-        self.since = time.monotonic() if group.device.type != "cpu" else 0.0
+        self.since = time.monotonic() if group.on_streams else 0.0
 
     @property
     def wait_described(self) -> Wait:
@@ -416,7 +429,7 @@ class Sent:
                             raise  # its connections were given up
                         waiting.pop(thread, None)
                         self.group.refuse(self.number, error)
-            if self.group.device.type != "cpu":
+            if self.group.on_streams:
                 self._passed = torch.accelerator.current_stream(self.group.device).record_event()
                 self._work = None
             return done

@@ -89,7 +89,7 @@ class ShardGroup:
         self.backend = backend or _backend_name(process_group, device)
         # Whether several all-gathers are one launch; and whether ranks may send point-to-point (comm/data_group.py).
         self.one_launch = groups_messages(self.backend)
-        self.sends_in_pairs = sends_in_pairs(self.backend) and device.type == "cpu"
+        self.sends_in_pairs = sends_in_pairs(self.backend, on_host=device.type == "cpu")
 
     @property
     def process_group(self) -> dist.ProcessGroup:

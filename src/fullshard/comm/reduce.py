@@ -355,7 +355,7 @@ def direct_of(
     if strategy == "torch" or group.world == 1:
         return ()
     if exchanges(links, strategy):
-        return direct_gradients(layouts, itemsize, backend=group.backend)
+        return direct_gradients(layouts, itemsize, backend=group.backend, on_host=group.device.type == "cpu")
     if not group.one_launch:
         return ()
     # Evenly sharded ones only, so that the gradient itself is the message.

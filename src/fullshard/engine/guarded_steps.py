@@ -136,6 +136,8 @@ def arrive(devices: Iterable[torch.device], scopes: Sequence[Scope]) -> None:
             time.sleep(_LOOK_SECONDS)
     for scope in scopes:
         scope.refuse_failure()
+        # What a backend ended by itself counts as over, too.
+        scope.groups.check()
 
 
 def _name(optimizer: Optimizer) -> str:

@@ -127,6 +127,11 @@ class Groups(dict[str, Group]):
         """Those that there are now: another thread may add one."""
         return list(self.values())
 
+    def check(self) -> None:
+        """Raise if a backend ended connections itself."""
+        for group in self.all():
+            getattr(group, "check", bool)()
+
     @property
     def issued(self) -> dict[str, int]:
         """How many messages this rank sent over each."""

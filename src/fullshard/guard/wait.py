@@ -4,7 +4,8 @@
     message    a message over a data group, in its backend          the data groups of the scope are cut
     ask        the answer to a question of its scope                the loop below raises
     meet       all ranks of its scope, after a failure              the loop below raises
-    connect    the others, to make a data group with them           the loop below raises, inside of the backend's store
+    connect    the others, to make a data group with them           the loop below raises; the backend connects in a
+                                                                    thread of its own
     torch      others in one of the user's torch collectives        not ended: it is the user's; others are notified
 
 A wait for a message is in its backend (`DataGroup`, comm/data_group.py), which wakes up as soon as it arrives. Other
@@ -212,11 +213,15 @@ class Wait:
     def end(self, fault: Fault) -> None:
         """End the wait because of `fault`. Thread-safe."""
         self.fault = fault
+        self.wake()
+
+    def wake(self) -> None:
+        """Let its loop look again now. Thread-safe."""
         if self._ended is not None:
             self._ended.set()
 
     def sleep(self, seconds: float) -> None:
-        """Sleep until `end`, at most `seconds`."""
+        """Sleep until `end` or `wake`, at most `seconds`."""
         if self._ended is not None:
             self._ended.wait(seconds)
         elif self.scope is not None:

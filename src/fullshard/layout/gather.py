@@ -58,21 +58,21 @@ def _kept(shards: ShardLayout, world: int) -> ShardLayout:
 
 # ---- gather ----------------------------------------------------------------------------------------------------------
 
-# Backends that can launch many gathers as one grouped operation, and the test backend that replaces NCCL.
-GROUPING_BACKENDS = frozenset({"nccl", "late"})
+# Backends that can launch many gathers as one grouped operation.
+GROUPING_BACKENDS = frozenset({"nccl"})
 # Backends on which an all-to-all with a sum on arrival is faster than their own reduce-scatter (benchmarks/pairs.py),
 # and the test backends that replace gloo. On all others the backend reduces, unless a measurement says otherwise.
 EXCHANGING_BACKENDS = frozenset({"gloo", "threaded", "fake"})
-# Backends whose ranks send to each other at the cost of a system call (comm/data_group.py), and the bytes from one rank
-# to another from which this pays off, for a parameter and for a gradient (benchmarks/pairs.py).
+# Backends whose ranks send to each other at the cost of a system call (comm/data_group.py), from the host's memory alone:
+# gloo's own sends and receives know no other. And the bytes from one rank to another from which this pays off, for a parameter and for a gradient (benchmarks/pairs.py).
 PAIRWISE_BACKENDS = frozenset({"gloo"})
 PAIRWISE_PARAMETER_NBYTES = 128 << 10
 PAIRWISE_GRADIENT_NBYTES = 256 << 10
 
 
-def sends_in_pairs(backend: str) -> bool:
-    """Whether ranks send to each other on `backend`, without a collective."""
-    return backend in PAIRWISE_BACKENDS
+def sends_in_pairs(backend: str, *, on_host: bool) -> bool:
+    """Whether ranks send to each other on `backend`, without a collective. `on_host`: from the host's memory."""
+    return on_host and backend in PAIRWISE_BACKENDS
 
 
 def groups_messages(backend: str) -> bool:
@@ -142,12 +142,18 @@ class GatherPlan:
 
 
 def direct_indices(
-    layouts: Sequence[ShardLayout], itemsize: int, *, backend: str, direct_threshold_nbytes: int | None
+    layouts: Sequence[ShardLayout],
+    itemsize: int,
+    *,
+    backend: str,
+    direct_threshold_nbytes: int | None,
+    on_host: bool = True,
 ) -> tuple[int, ...]:
     """Positions of the parameters to gather directly; pass them to `FlatLayout.build(first=...)`.
 
     `itemsize`: bytes per element on the wire (compute dtype). `direct_threshold_nbytes` is compared with the bytes of
-    the padded full parameter where the backend groups gathers; None asks for one message. A parameter that is alone in
+    the padded full parameter where the backend groups gathers; None asks for one message. `on_host`: parameters are in
+    the host's memory. A parameter that is alone in
     its unit is always direct. One whose gathered chunks are not its memory (`ShardLayout.gathers_in_place`) never is,
     unless nothing is gathered (world 1).
 
@@ -173,23 +179,25 @@ def direct_indices(
             return True
         if direct_threshold_nbytes is None:
             return False
-        if backend in PAIRWISE_BACKENDS:
+        if sends_in_pairs(backend, on_host=on_host):
             return layout.padded_local_numel * itemsize >= PAIRWISE_PARAMETER_NBYTES
         return backend in GROUPING_BACKENDS and layout.padded_full_numel * itemsize >= direct_threshold_nbytes
 
     return tuple(index for index, layout in enumerate(layouts) if layout.gathers_in_place and pays(layout))
 
 
-def direct_gradients(layouts: Sequence[ShardLayout], itemsize: int, *, backend: str) -> tuple[int, ...]:
+def direct_gradients(
+    layouts: Sequence[ShardLayout], itemsize: int, *, backend: str, on_host: bool = True
+) -> tuple[int, ...]:
     """Positions of the parameters whose gradients are sent from where autograd left them, without a send buffer.
 
-    `itemsize`: bytes per element on the wire (wire dtype). Pass the result to `FlatLayout.build(first=...)`.
+    `itemsize`: bytes per element on the wire (wire dtype). `on_host`: they are in the host's memory. Pass the result to `FlatLayout.build(first=...)`.
 
     >>> direct_gradients([ShardLayout((8,), world=2), ShardLayout((512, 512), world=2)], 4, backend="gloo")
     (1,)
     """
     require_int("itemsize", itemsize, 1, "use layout.itemsize(dtype)")
-    if backend not in PAIRWISE_BACKENDS:
+    if not sends_in_pairs(backend, on_host=on_host):
         return ()
     return tuple(
         index
@@ -200,15 +208,16 @@ def direct_gradients(layouts: Sequence[ShardLayout], itemsize: int, *, backend: 
     )
 
 
-def plan_gather(pack: FlatLayout, itemsize: int, *, backend: str, direct_threshold_nbytes: int | None) -> GatherPlan:
+def plan_gather(
+    pack: FlatLayout, itemsize: int, *, backend: str, direct_threshold_nbytes: int | None, on_host: bool = True
+) -> GatherPlan:
     """The plan for `pack`; arguments as in `direct_indices`.
 
     Raises `ValueError` when the packed parameters are not contiguous: build with `first=direct_indices(...)`.
     """
     layouts = [segment.layout for segment in pack.segments]
-    direct = frozenset(
-        direct_indices(layouts, itemsize, backend=backend, direct_threshold_nbytes=direct_threshold_nbytes)
-    )
+    options = {"backend": backend, "direct_threshold_nbytes": direct_threshold_nbytes, "on_host": on_host}
+    direct = frozenset(direct_indices(layouts, itemsize, **options))  # type: ignore[arg-type]
     plan = GatherPlan(
         direct=tuple(index for index in pack.order if index in direct),
         packed=tuple(index for index in pack.order if index not in direct),

@@ -132,16 +132,20 @@ class ParamGroup:
         precision, placing = self.precision, self.placing
         layouts = [param.layout for param in self.params]
         alignment = align_numel(dtype.itemsize for dtype in (precision.storage, precision.compute, precision.wire))
-        itemsize, backend, threshold = precision.compute.itemsize, placing.backend, placing.direct_nbytes
+        itemsize, on_host = precision.compute.itemsize, placing.device.type == "cpu"
+        backend, threshold = placing.backend, placing.direct_nbytes
+        first = direct_indices(layouts, itemsize, backend=backend, direct_threshold_nbytes=threshold, on_host=on_host)
         self.pack = FlatLayout.build(
             layouts,
             alignment,
-            first=direct_indices(layouts, itemsize, backend=backend, direct_threshold_nbytes=threshold),
+            first=first,
             names=[param.name for param in self.params],
             # With one rank the full tensors have the offsets of the shards: the same memory, or one cast.
             full_align_numel=alignment if placing.world == 1 else None,
         )
-        self.plan = plan_gather(self.pack, itemsize, backend=backend, direct_threshold_nbytes=threshold)
+        self.plan = plan_gather(
+            self.pack, itemsize, backend=backend, direct_threshold_nbytes=threshold, on_host=on_host
+        )
 
     def _make_flat(self, device: torch.device) -> None:
         pin = self.placing.offload.pin and device.type == "cpu"

@@ -1,0 +1,49 @@
+"""Lifetimes, laziness and coalescing: what C++ keeps longer than Python, when connections are made, what a launch is.
+
+Every seeded fault of them is found over a backend of the shape of NCCL, and the sound engine shows nothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.harness.errors import RanksFailed
+from tests.harness.lifetime_faults import LIFETIMES
+from tests.harness.pool import pool
+from tests.harness.seeded_faults import seeded
+
+# By name and number.
+PROGRAMS = {f"{i} {one.program.__name__}": one for i, one in enumerate({x[1:]: x for x in LIFETIMES.values()}.values())}
+
+
+def _run(rank: int, program: Any, args: tuple[Any, ...], name: str) -> str:
+    try:
+        if not name:
+            return str(program(rank, *args))
+        with seeded(LIFETIMES[name].fault):
+            return str(program(rank, *args))
+    except (RuntimeError, AssertionError, AttributeError, TypeError, ValueError) as error:
+        return f"{type(error).__name__}: {error}"
+
+
+@pytest.mark.parametrize("name", LIFETIMES)
+def test_a_fault_of_a_lifetime_is_found(name: str) -> None:
+    one = LIFETIMES[name]
+    try:
+        found = pool(one.world, backend=one.backend).run(_run, one.program, one.args, name, timeout=20)
+    except RanksFailed as failed:
+        assert " hung" in str(failed)
+        return
+    assert any(found)
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_the_sound_engine_shows_nothing(program: str) -> None:
+    one = PROGRAMS[program]
+    found = pool(one.world, backend=one.backend).run(_run, one.program, one.args, "", timeout=40)
+    assert found == [""] * one.world
+
+
+def test_there_are_forty() -> None:
+    assert len(LIFETIMES) >= 40

@@ -1,0 +1,279 @@
+"""Faults of lifetimes, laziness and coalescing: what C++ keeps longer than Python, what connects when, what a launch is.
+
+    LIFETIMES["connections are made by the first message"]     what it changes, and the program that shows it
+
+As in tests/harness/seeded_faults.py each changes one place. The program (tests/harness/lifetimes.py) must find something
+wrong on some rank, or hang; the sound engine must give an empty text on all. tests/device/test_lifetimes.py.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+
+from tests.harness import lifetimes
+from tests.harness.on_device import Setup
+from tests.harness.seeded_faults import SeededFault
+
+
+class Lifetime(NamedTuple):
+    """A fault, and the program with its arguments. `backend`: of the pool."""
+
+    fault: SeededFault
+    program: Any
+    args: tuple[Any, ...] = ()
+    world: int = 2
+    backend: str = "nccl"
+
+
+class Forwarding(dist.Store):
+    """A store of Python's, which C++ can call only for as long as Python holds it."""
+
+    def __init__(self, inner: Any) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def set(self, key: str, value: str) -> None:
+        self.inner.set(key, value)
+
+    def get(self, key: str) -> bytes:
+        self.inner.wait([key])
+        return bytes(self.inner.get(key))
+
+    def add(self, key: str, amount: int) -> int:
+        return int(self.inner.add(key, amount))
+
+    def check(self, keys: list[str]) -> bool:
+        return bool(self.inner.check(keys))
+
+    def wait(self, keys: list[str], timeout: Any = None) -> None:  # noqa: ARG002
+        self.inner.wait(keys)
+
+
+_DG, _GROUPS, _GROUP = "comm.data_group:DataGroup", "_torch.groups", "comm.group:ShardGroup"
+_STORE = "    store = dist.PrefixStore(name, store)\n"
+_KEPT = '("_timeout", "is_high_priority_stream", "config")'
+_KNOWN = "known = list(outs), list(pieces)"
+_EACH = "return [self._send(_GATHERS_EACH, *known, _GATHER)]"
+_TRAINS = (lifetimes.trains, (Setup("alone", steps=2),))
+_HERE = "__import__('tests.harness.lifetime_faults', fromlist=['_'])"
+
+LIFETIMES: dict[str, Lifetime] = {
+    # ---- lifetimes ----
+    "the store is one of Python's, and nobody keeps it": Lifetime(
+        SeededFault(
+            f"{_GROUPS}:same_group", _STORE, f"    store = dist.PrefixStore(name, {_HERE}.Forwarding(store))\n"
+        ),
+        lifetimes.collects,
+    ),
+    "the store is one of Python's, kept until the group is connected": Lifetime(
+        SeededFault(
+            f"{_GROUPS}:same_group",
+            _STORE,
+            f"    kept = {_HERE}.Forwarding(store)\n    store = dist.PrefixStore(name, kept)\n",
+        ),
+        lifetimes.collects,
+    ),
+    "options carry the split": Lifetime(
+        SeededFault(f"{_GROUPS}:own_options", _KEPT, _KEPT[:-1] + ', "split_from", "split_color")'),
+        lifetimes.bound,
+        (),
+        4,
+    ),
+    "options are the user's": Lifetime(
+        SeededFault(f"{_GROUPS}:own_options", "made = type(like)()", "made = like"), lifetimes.collects
+    ),
+    "options are dropped": Lifetime(
+        SeededFault(f"{_GROUPS}:own_options", "if hasattr(like, kept):", "if False:"), lifetimes.collects
+    ),
+    "the time limit is dropped": Lifetime(
+        SeededFault(f"{_GROUPS}:own_options", '"_timeout", ', ""), lifetimes.collects
+    ),
+    "the priority is dropped": Lifetime(
+        SeededFault(f"{_GROUPS}:own_options", '"is_high_priority_stream", ', ""), lifetimes.collects
+    ),
+    "the configuration is dropped": Lifetime(
+        SeededFault(f"{_GROUPS}:own_options", ', "config")', ")"), lifetimes.collects
+    ),
+    "the ranks are not named": Lifetime(SeededFault(f"{_GROUPS}:own_options", "list(ranks)", "[]"), lifetimes.collects),
+    "the group has no name": Lifetime(
+        SeededFault(f"{_GROUPS}:own_options", "made.group_name = name", "pass"), lifetimes.collects
+    ),
+    "a message's work is kept": Lifetime(
+        SeededFault(
+            "comm.data_group:Sent.wait",
+            "            self._work = None\n",
+            "            self._work, scope.kept = None, work\n",
+        ),
+        lifetimes.holds_nothing,
+    ),
+    "a message is dropped before its event": Lifetime(
+        SeededFault(
+            "comm.data_group:Sent.wait",
+            "torch.accelerator.current_stream(self.group.device).record_event()",
+            "torch.Event(self.group.device)",
+        ),
+        lifetimes.cuts,
+    ),
+    "messages under way are forgotten": Lifetime(
+        SeededFault(f"{_DG}.issue", "self._under_way.append(sent)", "pass"), lifetimes.cuts
+    ),
+    "a closed group is left to its destructor": Lifetime(
+        SeededFault(f"{_DG}.close", "group.shutdown()", "pass"), lifetimes.closes
+    ),
+    # ---- laziness: when connections are made and ended ----
+    "connections are made by the first message": Lifetime(
+        SeededFault(
+            f"{_GROUPS}:same_group",
+            "own.eager_connect_single_device(torch.device(device.type, index))",
+            "pass",
+        ),
+        lifetimes.collects,
+    ),
+    "nothing ends the wait for a connection": Lifetime(
+        SeededFault(f"{_DG}.connect", "wait_until(lambda: connecting.is_over, wait)", "connecting.join()"),
+        lifetimes.dies_connecting,
+    ),
+    "connections are made outside of the watch": Lifetime(
+        SeededFault(
+            f"{_DG}.connect",
+            "wait_until(lambda: connecting.is_over, wait)",
+            "while not connecting.is_over: time.sleep(0.01)",
+        ),
+        lifetimes.dies_connecting,
+    ),
+    "the error of a connection is dropped": Lifetime(
+        SeededFault(f"{_DG}.connect", "made = connecting.result()", "made = connecting._made"), lifetimes.refused
+    ),
+    "an abort is not called": Lifetime(SeededFault(f"{_DG}.cut", "self._group.abort()", "pass"), lifetimes.cuts),
+    "a cut group is not known to be cut": Lifetime(
+        SeededFault(f"{_DG}.cut", "self.cut_at = time.monotonic()", "pass"), lifetimes.cuts
+    ),
+    "connections that were cut are used again": Lifetime(
+        SeededFault(f"{_DG}.issue", "if self._renewed != self.scope.renewed:", "if self._group is None:"),
+        lifetimes.cuts,
+    ),
+    "the name of connections is used again": Lifetime(
+        SeededFault(f"{_DG}.connect", "/{scope.renewed}/", "/"), lifetimes.cuts
+    ),
+    "ranks connect under different names": Lifetime(
+        SeededFault(f"{_DG}.connect", "/{scope.renewed}/", "/{scope.rank}/"), lifetimes.collects
+    ),
+    "a new group is a split of all ranks": Lifetime(
+        SeededFault(
+            f"{_GROUPS}:new_group", "default.bound_device_id, None", "default.bound_device_id, default.bound_device_id"
+        ),
+        lifetimes.bound,
+        (),
+        4,
+    ),
+    # ---- errors that arrive late ----
+    "an error that arrives late is taken as success": Lifetime(
+        SeededFault(f"{_DG}.check", "if not self.is_cut", "if False"), lifetimes.breaks, (True,)
+    ),
+    "a time limit of NCCL is taken as success": Lifetime(
+        SeededFault("engine.guarded_steps:arrive", "scope.groups.check()", "pass"), lifetimes.breaks, (False,)
+    ),
+    "what NCCL ended is not lost": Lifetime(
+        SeededFault(f"{_DG}._explain", "(number <= self.issued or bool(self.broke))", "number <= self.issued"),
+        lifetimes.goes_on,
+    ),
+    "what was under way at an abort is not lost": Lifetime(
+        SeededFault("guard.scope:Scope.fail", "self.losses.note_under_way(spoiled)", "pass"), lifetimes.cuts
+    ),
+    # ---- launches ----
+    "a launch is left open": Lifetime(
+        SeededFault(
+            f"{_GROUP}.gather_each",
+            _EACH,
+            f"self.process_group._start_coalescing(self.device)\n            {_EACH}",
+        ),
+        *_TRAINS,
+    ),
+    "a launch is waited for before its end": Lifetime(
+        SeededFault(
+            f"{_GROUP}.gather_each",
+            _EACH,
+            "self.process_group._start_coalescing(self.device)\n"
+            "            work = self._send(_GATHERS_EACH, *known, _GATHER)\n"
+            "            self.process_group._end_coalescing(self.device)\n"
+            "            return [work]",
+        ),
+        *_TRAINS,
+    ),
+    "an input changes between start and end of a launch": Lifetime(
+        SeededFault(
+            f"{_GROUP}.gather_each",
+            _EACH,
+            "self.process_group._start_coalescing(self.device)\n"
+            "            self._send(_GATHERS_EACH, *known, _GATHER)\n"
+            "            pieces[0].add_(1)\n"
+            "            return [self.process_group._end_coalescing(self.device)]",
+        ),
+        *_TRAINS,
+    ),
+    "a launch has another order on a rank": Lifetime(
+        SeededFault(
+            f"{_GROUP}.gather_each",
+            _KNOWN,
+            "known = (list(outs), list(pieces)) if self.rank else (list(outs)[::-1], list(pieces)[::-1])",
+        ),
+        lifetimes.direct,
+    ),
+    "a launch has two dtypes": Lifetime(
+        SeededFault(
+            f"{_GROUP}.gather_each",
+            _KNOWN,
+            "known = [outs[0].view(torch.uint8), *outs[1:]], [pieces[0].view(torch.uint8), *pieces[1:]]",
+        ),
+        lifetimes.direct,
+    ),
+    "a launch misses a message on a rank": Lifetime(
+        SeededFault(
+            f"{_GROUP}.gather_each",
+            _KNOWN,
+            "known = (list(outs), list(pieces)) if self.rank else (list(outs)[:1], list(pieces)[:1])",
+        ),
+        lifetimes.direct,
+    ),
+    # ---- what NCCL refuses ----
+    "an output is not contiguous": Lifetime(
+        SeededFault(
+            f"{_GROUP}.reduce_scatter",
+            "out, pieces, options)",
+            "out, pieces.view(2, -1).t().contiguous().t(), options)",
+        ),
+        lifetimes.direct,
+    ),
+    "dtypes that NCCL lacks are sent": Lifetime(
+        SeededFault(
+            "comm.group:_carried", "tensor if tensor.dtype in _CARRIED else tensor.view(torch.uint8)", "tensor"
+        ),
+        lifetimes.direct,
+    ),
+    "a sum is premultiplied": Lifetime(
+        SeededFault(
+            f"{_GROUP}.reduce_scatter",
+            "options.reduceOp = dist.ReduceOp(op)",
+            "options.reduceOp = torch._C._distributed_c10d._make_nccl_premul_sum(1.0)",
+        ),
+        lifetimes.direct,
+    ),
+    "comparisons of the host go over NCCL": Lifetime(
+        SeededFault(f"{_GROUP}.open", '_backend_name(self.origin, host), "check"', 'self.backend, "check"'),
+        lifetimes.trains,
+        (Setup(steps=2),),
+    ),
+    "a tensor of the host is sent by the device": Lifetime(
+        SeededFault(
+            "comm.group:all_reduce_over",
+            "moved = tensor if elsewhere is None else tensor.to(elsewhere)",
+            "moved = tensor",
+        ),
+        lifetimes.alone,
+        (),
+        2,
+        "simulated:nccl",
+    ),
+}
