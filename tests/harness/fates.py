@@ -60,7 +60,8 @@ def run_fates(
     backend: str = "gloo",
 ) -> list[Told]:
     """Call `fn(rank, *args)` on `world` forks. `stays`: a rank whose `fn` returned ends when all have; else at once.
-    `lost`: ranks that nobody waits for once the others have told. Backend "nccl": on the device "simulated", gloo for the host."""
+    `lost`: ranks that nobody waits for once the others have told. Backend "nccl": on the device
+    "simulated", gloo for the host."""
     with tempfile.TemporaryDirectory(prefix="fullshard-fates-") as folder:
         place, given = Path(folder), environment or {}
         ranks = [_fork(rank, world, fn, args, place, limit, given, stays, backend) for rank in range(world)]

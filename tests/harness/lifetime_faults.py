@@ -1,9 +1,9 @@
-"""Faults of lifetimes, laziness and coalescing: what C++ keeps longer than Python, what connects when, what a launch is.
+"""Faults of lifetimes, laziness and coalescing: what C++ keeps longer than Python, when it connects, what a launch is.
 
     LIFETIMES["connections are made by the first message"]     what it changes, and the program that shows it
 
-As in tests/harness/seeded_faults.py each changes one place. The program (tests/harness/lifetimes.py) must find something
-wrong on some rank, or hang; the sound engine must give an empty text on all. tests/device/test_lifetimes.py.
+As in tests/harness/seeded_faults.py each changes one place. The program (tests/harness/lifetimes.py) must find
+something wrong on some rank, or hang; the sound engine must give an empty text on all: tests/device/test_lifetimes.py.
 """
 
 from __future__ import annotations
@@ -63,13 +63,13 @@ LIFETIMES: dict[str, Lifetime] = {
     # ---- lifetimes ----
     "the store is one of Python's, and nobody keeps it": Lifetime(
         SeededFault(
-            f"{_GROUPS}:same_group", _STORE, f"    store = dist.PrefixStore(name, {_HERE}.Forwarding(store))\n"
+            "comm.data_group:same_group", _STORE, f"    store = dist.PrefixStore(name, {_HERE}.Forwarding(store))\n"
         ),
         lifetimes.collects,
     ),
     "the store is one of Python's, kept until the group is connected": Lifetime(
         SeededFault(
-            f"{_GROUPS}:same_group",
+            "comm.data_group:same_group",
             _STORE,
             f"    kept = {_HERE}.Forwarding(store)\n    store = dist.PrefixStore(name, kept)\n",
         ),
@@ -125,7 +125,7 @@ LIFETIMES: dict[str, Lifetime] = {
     # ---- laziness: when connections are made and ended ----
     "connections are made by the first message": Lifetime(
         SeededFault(
-            f"{_GROUPS}:same_group",
+            "comm.data_group:same_group",
             "own.eager_connect_single_device(torch.device(device.type, index))",
             "pass",
         ),
@@ -162,7 +162,7 @@ LIFETIMES: dict[str, Lifetime] = {
     ),
     "a new group is a split of all ranks": Lifetime(
         SeededFault(
-            f"{_GROUPS}:new_group", "default.bound_device_id, None", "default.bound_device_id, default.bound_device_id"
+            "comm.group:new_group", "default.bound_device_id, None", "default.bound_device_id, default.bound_device_id"
         ),
         lifetimes.bound,
         (),

@@ -110,7 +110,7 @@ def _until(happened: Callable[[], bool], seconds: float = SECONDS) -> bool:
 
 
 def dies_connecting(rank: int) -> str:
-    """Rank 1 is here, and never comes into NCCL's own rendezvous; then it says why. Rank 0 waits no longer than that."""
+    """Rank 1 is here, and never comes into NCCL's own rendezvous; then it says why. Rank 0 waits until then."""
     scope, data = _opened()
     if rank == 1:
         store = scope.watch.records.store

@@ -285,7 +285,7 @@ class _Pool:
 
 def pool(world: int, *, backend: str = "gloo") -> _Pool:
     """`world` processes of the session's pool; nothing is started before the first job. Backend "nccl", beside gloo for
-    the host, or "simulated:nccl", without: processes of their own, which have the device "simulated" (harness/nccl.py)."""
+    the host, or "simulated:nccl", without: processes of their own with the device "simulated" (harness/nccl.py)."""
     if world < 1:
         raise ValueError(f"pool expects a world of at least one rank, got {world}")
     return _Pool(world, backend)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import time
 from collections.abc import Sequence
@@ -164,3 +165,85 @@ def test_custom_messages_may_return_anything_that_waits(says: bool) -> None:
     """Red before: on gloo the wait for it was cut into slices, and it was a TypeError."""
     found = pool(2).run(_custom, says)
     assert [difference for difference, _ in found] == [0.0, 0.0] and all(calls for _, calls in found)
+
+
+# ---- what a backend keeps --------------------------------------------------------------------------------------------
+
+
+def _used_later(rank: int, lazy: bool) -> list[float]:
+    """Two data groups are connected. Nothing of Python is left of it when their store is used and a message sent."""
+    if lazy:
+        os.environ["TORCH_GLOO_LAZY_INIT"] = "1"
+    scope, origin = scope_of(range(dist.get_world_size())), dist.group.WORLD
+    assert scope is not None and origin is not None
+    made = [open_data_group(scope, origin, torch.device("cpu"), "gloo", purpose) for purpose in ("one", "other")]
+    found = []
+    for data in made:
+        assert data is not None
+        data.connect()
+    gc.collect()
+    for data in made:
+        assert data is not None
+        store: Any = data.group.get_group_store()
+        store.set(f"later {rank}", "1")
+        assert store.get(f"later {1 - rank}") == b"1"
+        value = torch.ones(1)
+        data.issue("allreduce", [value]).wait()
+        found.append(value.item())
+    return found
+
+
+@pytest.mark.parametrize("lazy", [False, True], ids=["connected at once", "connected by the first message"])
+def test_the_store_of_a_connected_group_can_be_used_later(lazy: bool) -> None:
+    """Red before: it called an object of Python's that was gone. NCCL does so at its first message, and its watchdog
+    whenever it finds an error; gloo where it connects lazily."""
+    assert pool(2).run(_used_later, lazy, timeout=30) == [[2.0, 2.0]] * 2
+
+
+def _cut_for_a_device(rank: int) -> tuple[bool, float]:
+    """A group of gloo's for a device, whose tensors gloo copies to the host: messages of the host stand for them."""
+    device = torch.device("cuda", 0)
+    scope, origin = scope_of(range(dist.get_world_size())), dist.group.WORLD
+    assert scope is not None and origin is not None
+    data = open_data_group(scope, origin, device, "gloo", "test")
+    assert data is not None and not data.on_streams
+    data.connect()
+    backend: Any = data.group._get_backend(device)
+    pending = backend.recv([torch.empty(1)], 1 - rank, 7)
+    begun = time.monotonic()
+    if rank == 0:
+        data.cut()
+    with pytest.raises(RuntimeError):
+        pending.wait()
+    return data.is_cut, time.monotonic() - begun
+
+
+def test_a_cut_closes_a_group_of_gloo_for_a_device() -> None:
+    """Red before: it called `abort`, which gloo has not."""
+    (cut, mine), (_, theirs) = pool(2).run(_cut_for_a_device, timeout=20)
+    assert cut and max(mine, theirs) < 10
+
+
+def _gone_while_connecting(rank: int) -> str:
+    """Rank 1 is here, and never comes into gloo's own rendezvous."""
+    scope, origin = scope_of(range(dist.get_world_size())), dist.group.WORLD
+    assert scope is not None and origin is not None
+    data = open_data_group(scope, origin, torch.device("cpu"), "gloo", "test")
+    assert data is not None
+    store: Any = scope.watch.records.store
+    if rank == 1:
+        scope.watch.begin()
+        store.add(f"{scope.watch.records.prefix}/{scope.name}/{scope.renewed}/{data.name}/here", 1)
+        time.sleep(0.3)
+        scope.publish("raised", "ValueError: never")
+        while not store.check(["named"]):
+            time.sleep(0.01)
+        return ""
+    with pytest.raises(PeerFailed) as caught:
+        data.connect()
+    store.set("named", "")
+    return caught.value.text
+
+
+def test_the_wait_for_a_connection_ends_with_the_peer() -> None:
+    assert pool(2).run(_gone_while_connecting, timeout=20)[0] == "ValueError: never"

@@ -1,5 +1,7 @@
 """Direct or packed: the plan partitions the parameters, and its packed message unpacks exactly."""
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given
@@ -115,3 +117,16 @@ def test_from_which_size_ranks_send_to_each_other() -> None:
     # Along another dim the parts for the ranks do not lie behind each other.
     assert direct_gradients([ShardLayout((1024, 256), dim=1, world=4)], 4, backend="gloo") == ()
     assert direct_gradients([ShardLayout((1024, 256), world=1)], 4, backend="gloo") == ()
+
+
+def test_a_device_s_memory_is_not_sent_from_rank_to_rank() -> None:
+    """gloo's sends and receives know the host's memory alone; its collectives copy a device's."""
+    large = ShardLayout((1024, 1024), world=2)
+    small = ShardLayout((8,), world=2)
+    for on_host, direct in ((True, (1,)), (False, ())):
+        options: dict[str, Any] = {"backend": "gloo", "direct_threshold_nbytes": 0, "on_host": on_host}
+        first = direct_indices([small, large], 4, **options)
+        assert first == direct
+        assert plan_gather(FlatLayout.build([small, large], 4, first=first), 4, **options).direct == direct
+        assert direct_gradients([small, large], 4, backend="gloo", on_host=on_host) == direct
+    assert direct_indices([small, large], 4, backend="nccl", direct_threshold_nbytes=0, on_host=False) == (0, 1)

@@ -39,8 +39,8 @@ def default_store() -> Any:
 
 
 def error_of(process_group: ProcessGroup, device: torch.device) -> str:
-    """What the watchdog of NCCL found wrong with `process_group`, as torch names it; "" if nothing. Set before it aborts
-    the communicator, so a message that it ended is never over before."""
+    """What NCCL's watchdog found wrong with `process_group`, as torch names it; "" if nothing. Set before it aborts the
+    communicator, so a message that it ended is never over before."""
     found = cast(Any, process_group._get_backend(device)).get_error()
     return "" if found == found.__class__.SUCCESS else str(found.name)
 

@@ -141,8 +141,8 @@ class DataGroup:
         self.ranks = tuple(dist.get_process_group_ranks(origin))
         # The same on all of its ranks, and unique.
         self.name = scope.groups.new_name(f"{purpose} {'.'.join(map(str, _ends(self.ranks)))}")
-        # Whether messages run on streams of the device, so that no wait blocks the host. Those of gloo block it, wherever
-        # their tensors are.
+        # Whether messages run on streams of the device, so that no wait blocks the host. Those of gloo block it,
+        # wherever their tensors are.
         self.on_streams = backend == "nccl"
         # Weak: `_made` is keyed weakly by this group, which a strong reference would keep alive.
         self._origin = weakref.ref(origin)

@@ -63,8 +63,9 @@ GROUPING_BACKENDS = frozenset({"nccl"})
 # Backends on which an all-to-all with a sum on arrival is faster than their own reduce-scatter (benchmarks/pairs.py),
 # and the test backends that replace gloo. On all others the backend reduces, unless a measurement says otherwise.
 EXCHANGING_BACKENDS = frozenset({"gloo", "threaded", "fake"})
-# Backends whose ranks send to each other at the cost of a system call (comm/data_group.py), from the host's memory alone:
-# gloo's own sends and receives know no other. And the bytes from one rank to another from which this pays off, for a parameter and for a gradient (benchmarks/pairs.py).
+# Backends whose ranks send to each other at the cost of a system call (comm/data_group.py), from the host's memory
+# alone: gloo's sends and receives know no other. And the bytes from one rank to another from which this pays off, for a
+# parameter and for a gradient (benchmarks/pairs.py).
 PAIRWISE_BACKENDS = frozenset({"gloo"})
 PAIRWISE_PARAMETER_NBYTES = 128 << 10
 PAIRWISE_GRADIENT_NBYTES = 256 << 10
@@ -191,7 +192,8 @@ def direct_gradients(
 ) -> tuple[int, ...]:
     """Positions of the parameters whose gradients are sent from where autograd left them, without a send buffer.
 
-    `itemsize`: bytes per element on the wire (wire dtype). `on_host`: they are in the host's memory. Pass the result to `FlatLayout.build(first=...)`.
+    `itemsize`: bytes per element on the wire (wire dtype). `on_host`: they are in the host's memory. Pass the result to
+    `FlatLayout.build(first=...)`.
 
     >>> direct_gradients([ShardLayout((8,), world=2), ShardLayout((512, 512), world=2)], 4, backend="gloo")
     (1,)
