@@ -1,6 +1,6 @@
 """The public surface beside torch's: names, signatures, defaults, error types. What differs is listed.
 
-One process and a fake group: nothing here depends on values. Facts: torch 2.13.
+One process and a fake group: nothing here depends on values. Facts: torch 2.10 to 2.15.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import dataclasses
 import inspect
 import pickle
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -24,9 +24,52 @@ from tests.harness.behaviours import behaviour
 from tests.harness.fake import fake_world
 from tests.harness.implementations import FULLSHARD, TORCH, Implementation, for_each_implementation
 
-# What torch's class or functions have with another signature, and why.
-OTHER_SIGNATURES = {
-    "_apply": "nn.Module's own, spelt out; torch passes whatever it gets on to that",
+INSTALLED = tuple(map(int, torch.__version__.split(".")[:2]))
+# The whole public surface of torch's FSDP2 is on every torch. The torch in which a name, an argument or a field came:
+# older ones lack it, and that is all they may lack.
+SINCE: dict[str, tuple[int, int]] = {
+    "DataParallelMeshDims": (2, 12),
+    "fully_shard(dp_mesh_dims)": (2, 12),
+    "FSDPModule.set_symm_mem_for_comm": (2, 12),
+    "FSDPModule.reset_iter_state": (2, 13),
+    "FSDPModule.set_reduce_scatter_max_input_buffers": (2, 13),
+    "FSDPModule.set_reduce_scatter_unused_params": (2, 13),
+    "FSDPModule.set_separate_reduce_scatter_group": (2, 13),
+    "MixedPrecisionPolicy.param_dtype_override_fn": (2, 15),
+    "MixedPrecisionPolicy(param_dtype_override_fn)": (2, 15),
+    "FSDPModule.finalize_backward": (2, 15),
+    "FSDPModule.set_keep_unsharded_storage": (2, 15),
+    "FSDPModule.set_manual_backward_finalization": (2, 15),
+    "GradientReductionHandle": (2, 15),
+}
+# What no torch up to 2.15 has in its classes, and why ours have it.
+BEYOND = {
+    "FSDPModule.named_parameters": "refuses names of parameters that are full at the moment",
+    "FSDPModule.set_communication": "the strategy of messages, of which torch has one",
+    "FSDPModule.set_memory_budget": "limits in bytes, where torch counts units",
+    "FSDPModule.set_gradient_bytes": "the former name of one of them",
+    "FSDPModule.set_prefetch_bytes": "the former name of one of them",
+    "FSDPModule.set_resident_bytes": "the former name of one of them",
+    "FSDPModule.zero_grad": "clears gradients that wait for their reduction, which torch keeps",
+}
+# What differs in signature or default: (in which torch, why).
+DIFFERENT: dict[str, tuple[Callable[[tuple[int, ...]], bool], str]] = {
+    "FSDPModule._apply": (lambda version: version < (2, 15), "nn.Module's own, spelt out, as in torch from 2.15 on"),
+}
+# Cases of the tables below in which some torch does otherwise than the newest: (which, what it does).
+OTHERWISE: dict[str, tuple[Callable[[tuple[int, ...]], bool], str]] = {
+    "tied across units": (lambda version: version < (2, 12), "trains the two apart"),
+    "reset_iter_state below the root": (lambda version: version < (2, 13), "has no such method"),
+    "DataParallelMeshDims without names": (lambda version: version < (2, 12), "has no such class"),
+    "symmetric memory without NCCL": (
+        lambda version: version < (2, 12) or torch.distributed.is_nccl_available(),
+        "has no such method, or believes a build with NCCL",
+    ),
+    "an output that is a view": (
+        lambda version: version < (2, 13),
+        "says nothing, and an edit in place is not noticed",
+    ),
+    "mp_policy of another type": (lambda version: version >= (2, 15), "refuses it too"),
 }
 # What stands in torch's class without being a function.
 NOT_FUNCTIONS = {
@@ -63,8 +106,72 @@ def _signature(function: Any) -> list[tuple[str, Any, Any]]:
 # ---- names and signatures ------------------------------------------------------------------------------------
 
 
-def test_names() -> None:
-    """All that torch exports for FSDP2."""
+def _members(name: str, value: Any) -> dict[str, Any]:
+    """Each public thing of one export: functions and methods by signature, fields by default, properties."""
+    if not inspect.isclass(value):
+        return {name: _signature(value), **{f"{name}({each[0]})": each[1:] for each in _signature(value)}}
+    found: dict[str, Any] = {name: None}
+    if dataclasses.is_dataclass(value):
+        found |= {f"{name}.{each.name}": each.default for each in dataclasses.fields(value)}
+        found |= {f"{name}({each[0]})": each[1:] for each in _signature(value)}
+    for each in {each for kind in value.__mro__[:-1] for each in vars(kind) if not each.startswith("_")}:
+        member = inspect.getattr_static(value, each)
+        kind = "property" if isinstance(member, property) else _signature(member) if callable(member) else None
+        if kind is not None:
+            found.setdefault(f"{name}.{each}", kind)
+    return found
+
+
+def _surface(namespace: Any) -> dict[str, Any]:
+    names = sorted(set(torch_fsdp._fully_shard.__all__) | {name for name in SINCE if name.isidentifier()})
+    found: dict[str, Any] = {}
+    for name in names:
+        if hasattr(namespace, name):
+            found |= _members(name, getattr(namespace, name))
+    return found
+
+
+def _came_later(name: str) -> bool:
+    """Whether the installed torch is older than `name`, or than the class that it is in."""
+    return any(INSTALLED < SINCE.get(each, (0,)) for each in (name, name.split(".")[0].split("(")[0]))
+
+
+def test_the_whole_surface() -> None:
+    """Names, methods, arguments, kinds, defaults and fields, of what torch exports for FSDP2: all of the installed
+    torch's are ours, and whatever else differs is listed, for the versions in which it does."""
+    ours, theirs = _surface(fullshard), _surface(torch_fsdp)
+    assert len(theirs) > 40
+    assert not theirs.keys() - ours.keys()
+    for name, since in SINCE.items():
+        assert name in ours, f"{name}, which torch has since {since}"
+        assert (name in theirs) is (INSTALLED >= since), f"{name}: listed as new in {since}"
+    alone = {name for name in ours.keys() - theirs.keys() if not _came_later(name)}
+    assert alone == set(BEYOND)
+    unlike = {name for name in ours.keys() & theirs.keys() if not _equal(ours[name], theirs[name])}
+    assert not unlike, [(ours[name], theirs[name]) for name in unlike]
+
+
+def _equal(ours: Any, theirs: Any) -> bool:
+    """But for arguments and fields that came later, which stand in the list by themselves."""
+    if isinstance(ours, list):
+        both = [[each for each in side if each[0] != "dp_mesh_dims" or INSTALLED >= (2, 12)] for side in (ours, theirs)]
+        return [_without_later(each) for each in both[0]] == [_without_later(each) for each in both[1]]
+    return bool(_without_later(ours) == _without_later(theirs))
+
+
+def _without_later(value: Any) -> Any:
+    """`value` without fields of policies that the installed torch lacks."""
+    if isinstance(value, tuple):
+        return tuple(_without_later(each) for each in value)
+    if isinstance(value, dict):
+        return {k: v for k, v in value.items() if INSTALLED >= SINCE.get(f"MixedPrecisionPolicy.{k}", (0,))}
+    if isinstance(value, list):
+        return [_without_later(each) for each in value]
+    return value
+
+
+def test_torch_exports_no_more_names() -> None:
+    """Of FSDP2; `torch.distributed.fsdp` has FSDP1's beside them."""
     fsdp2 = set(torch_fsdp._fully_shard.__all__)
     assert len(fsdp2) >= 8 and all(hasattr(torch_fsdp, name) for name in fsdp2)
     assert fsdp2 <= set(fullshard.__all__), f"missing: {fsdp2 - set(fullshard.__all__)}"
@@ -73,17 +180,16 @@ def test_names() -> None:
 @behaviour("signature and defaults: `{name}`", area="surface", torch="equal")
 @pytest.mark.parametrize("name", ["fully_shard", "register_fsdp_forward_method", "share_comm_ctx"])
 def test_signatures_of_functions(name: str) -> None:
-    assert _signature(getattr(fullshard, name)) == _signature(getattr(torch_fsdp, name))
+    assert _equal(_signature(getattr(fullshard, name)), _signature(getattr(torch_fsdp, name)))
 
 
 @behaviour("fields and defaults: `{name}`", area="surface", torch="equal")
 @pytest.mark.parametrize("name", ["MixedPrecisionPolicy", "OffloadPolicy", "CPUOffloadPolicy", "DataParallelMeshDims"])
 def test_policies_have_torch_s_fields_and_defaults(name: str) -> None:
-    ours, theirs = getattr(fullshard, name), getattr(torch_fsdp, name)
-    assert [(f.name, f.default) for f in dataclasses.fields(ours)] == [
-        (f.name, f.default) for f in dataclasses.fields(theirs)
-    ]
-    assert _signature(ours) == _signature(theirs)
+    """But for fields that came later; before torch has the class, those of the list above."""
+    ours, theirs = getattr(fullshard, name), getattr(torch_fsdp, name, None)
+    found = [(f.name, f.default) for f in dataclasses.fields(ours) if not _came_later(f"{name}.{f.name}")]
+    assert found == ([] if theirs is None else [(f.name, f.default) for f in dataclasses.fields(theirs)])
 
 
 @behaviour("`isinstance` checks for torch's classes hold", area="surface")
@@ -100,6 +206,9 @@ def test_instances_are_those_of_torch_s_classes(impl: Implementation, world: Non
 @behaviour("`DataParallelMeshDims` takes a name or several", area="surface")
 @for_each_implementation
 def test_data_parallel_mesh_dims(impl: Implementation) -> None:
+    if impl is TORCH and INSTALLED < SINCE["DataParallelMeshDims"]:
+        assert not hasattr(torch_fsdp, "DataParallelMeshDims")
+        return
     dims = impl.namespace.DataParallelMeshDims(shard=("dp", "cp"), replicate="pod")
     assert (dims.shard_names, dims.replicate_names) == (("dp", "cp"), ("pod",))
     assert impl.namespace.DataParallelMeshDims(replicate=("a", "b")).shard_names == ()
@@ -138,7 +247,8 @@ def test_methods(name: str) -> None:
     assert ours is not None, "would be torch's own method, which does not know our state"
     assert inspect.unwrap(getattr(ours, "__func__", ours)).__module__.startswith("fullshard.")
     same = _signature(ours) == _signature(vars(torch_fsdp.FSDPModule)[name])
-    assert same != (name in OTHER_SIGNATURES), "differs from torch's, or is on a list and does not"
+    differs, _ = DIFFERENT.get(f"FSDPModule.{name}", (lambda _: False, ""))
+    assert same != differs(INSTALLED), "differs from torch's, or is on a list and does not"
 
 
 def test_a_sharded_module_reaches_ours(world: None) -> None:
@@ -146,7 +256,8 @@ def test_a_sharded_module_reaches_ours(world: None) -> None:
     linear = fullshard.fully_shard(nn.Linear(2, 2))
     order = type(linear).__mro__
     assert order[1:] == (fullshard.FSDPModule, nn.Linear, nn.Module, torch_fsdp.FSDPModule, object)
-    assert fullshard.FSDPModule._orig_cls_mro_index == torch_fsdp.FSDPModule._orig_cls_mro_index
+    # torch 2.10 has the number written where it is used.
+    assert fullshard.FSDPModule._orig_cls_mro_index == getattr(torch_fsdp.FSDPModule, "_orig_cls_mro_index", 2)
     assert order[fullshard.FSDPModule._orig_cls_mro_index] is nn.Linear
     for name in _functions():
         owner = next(cls for cls in order if name in vars(cls))
@@ -433,12 +544,28 @@ def _with_reasons(what: str, table: dict[str, tuple[Any, ...]]) -> list[Any]:
 @pytest.mark.parametrize("case", ERRORS)
 def test_error_types(case: str, impl: Implementation, world: None) -> None:
     error, action = ERRORS[case]
+    if impl is TORCH and _does_otherwise(case):
+        assert not isinstance(_raised(action), error), "listed as otherwise in this torch, and is not"
+        return
     with pytest.raises(error) as caught:
         action(impl)
     # A subclass would still be caught by those who catch torch's; another family would not.
     assert not isinstance(caught.value, NotImplementedError) or error is NotImplementedError
     if impl is FULLSHARD:
         _says_what_to_do(caught.value)
+
+
+def _does_otherwise(case: str) -> bool:
+    return case in OTHERWISE and OTHERWISE[case][0](INSTALLED)
+
+
+def _raised(action: Any) -> BaseException | None:
+    """What torch's FSDP2 raises for it, if anything."""
+    try:
+        action(TORCH)
+    except Exception as error:
+        return error
+    return None
 
 
 def _says_what_to_do(error: BaseException) -> None:
@@ -461,7 +588,7 @@ def test_other_error_types(case: str, impl: Implementation, world: None) -> None
 def test_what_torch_accepts_and_we_refuse(case: str, impl: Implementation, world: None) -> None:
     error, _, action = REFUSED_BY_US[case]
     if impl is TORCH:
-        action(impl)
+        assert isinstance(_raised(action), error) is _does_otherwise(case)
         return
     with pytest.raises(error) as caught:
         action(impl)
@@ -474,8 +601,7 @@ def test_what_torch_refuses_and_we_accept(case: str, impl: Implementation, world
     """Warnings are errors here."""
     error, _, action = ACCEPTED_BY_US[case]
     if impl is TORCH:
-        with pytest.raises(error):
-            action(impl)
+        assert isinstance(_raised(action), error) is not _does_otherwise(case)
     else:
         action(impl)
 
