@@ -6,6 +6,7 @@ what comes out is compared with plain training of the whole model, and the reduc
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import pytest
@@ -91,13 +92,13 @@ def _batch(step: int, shard: int) -> tuple[Tensor, Tensor]:
     return torch.randn(8, WIDTH, generator=generator), torch.randn(8, WIDTH, generator=generator)
 
 
-def _plain(stages: int) -> list[Trained]:
+def _plain(stages: int, calls: int = 1) -> list[Trained]:
     """The model in one piece, trained on the batches of both shards; what training left of each stage."""
     model = _model(stages)
     optimizers = [adamw(stage.parameters()) for stage in model]
     for step in range(STEPS):
-        for shard in range(2):
-            x, target = _batch(step, shard)
+        for part in range(2 * calls):
+            x, target = _batch(calls * step + part // 2, part % 2)
             (F.mse_loss(model(x), target) / 2).backward()
         for optimizer in optimizers:
             optimizer.step()
@@ -112,9 +113,11 @@ def _stages_of(rank: int, schedule: str, chunks: int) -> tuple[int, ...]:
 
 
 def _pipelined(
-    rank: int, impl: str, schedule: str, chunks: int, options: dict[str, Any]
+    rank: int, impl: str, schedule: str, chunks: int, options: dict[str, Any], calls: int = 1, how: Any = None
 ) -> tuple[dict[int, Trained], list[int]]:
-    """Train by a schedule. What training left of this rank's stages, and how many reductions each step sent."""
+    """Train by a schedule. What training left of this rank's stages, and how many reductions each step sent.
+
+    `calls` of the schedule in each step, of which the last finalizes gradients; `how`: more of its arguments."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pipeline", "shard"))
     pipeline, shard = mesh["pipeline"], mesh["shard"].get_local_rank()
     number = 2 * chunks
@@ -127,15 +130,18 @@ def _pipelined(
     stages = [
         PipelineStage(stage, i, number, torch.device("cpu"), group=pipeline.get_group()) for i, stage in mine.items()
     ]
-    runner = SCHEDULES[schedule](stages if chunks > 1 else stages[0], MICRO_BATCHES, loss_fn=F.mse_loss)
+    runner = SCHEDULES[schedule](stages if chunks > 1 else stages[0], MICRO_BATCHES, loss_fn=F.mse_loss, **(how or {}))
     optimizers = {i: adamw(stage.parameters()) for i, stage in mine.items()}
     reductions = []
     for step in range(STEPS):
-        x, target = _batch(step, shard)
-        losses: list[Tensor] = []
-        last = {"target": target, "losses": losses} if number - 1 in mine else {}
         with Reductions() as sent:
-            runner.step(*((x,) if 0 in mine else ()), **last)
+            for call in range(calls):
+                x, target = _batch(calls * step + call, shard)
+                losses: list[Tensor] = []
+                last: dict[str, Any] = {"target": target, "losses": losses} if number - 1 in mine else {}
+                if calls > 1:
+                    last["finalize_gradients"] = call == calls - 1
+                runner.step(*((x,) if 0 in mine else ()), **last)
         reductions.append(sent.number)
         for optimizer in optimizers.values():
             optimizer.step()
@@ -205,3 +211,19 @@ def test_every_schedule_trains_as_the_whole_model_or_is_refused(schedule: str, r
     for trained, _ in pool(4).run(_pipelined, "fullshard", schedule, chunks, options, timeout=TIMEOUT):
         for i, found in trained.items():
             assert_same_training(found, expected[i])
+
+
+# torch has both from 2.15 on.
+if "defer_reduce_grad_wait" in inspect.signature(ScheduleInterleaved1F1B).parameters:
+
+    @pytest.mark.slow
+    @for_each_implementation
+    @pytest.mark.parametrize(("calls", "how"), [(1, {"defer_reduce_grad_wait": True}), (2, {})])
+    def test_reductions_that_are_actions_of_their_own(impl: Implementation, calls: int, how: dict[str, bool]) -> None:
+        """Waited for before the next one; and left to the last of several calls of the schedule."""
+        expected = _plain(4, calls)
+        job = (_pipelined, impl.name, "interleaved", 2, {}, calls, how)
+        for trained, reductions in pool(4).run(*job, timeout=TIMEOUT):
+            for i, found in trained.items():
+                assert_same_training(found, expected[i])
+            assert reductions[1:] == [4] * (STEPS - 1)
