@@ -166,7 +166,8 @@ class TimedGroup(dist.ProcessGroup):
 
     def _send(self, kind: str, whole: Sequence[Tensor], others: Sequence[Tensor], act: Callable[[], None]) -> dist.Work:
         """`whole`: the tensors whose bytes are the message."""
-        self.messages[kind] = self.messages.get(kind, 0) + 1
+        name = f"coalesced {kind}" if len(whole) > 1 else kind
+        self.messages[name] = self.messages.get(name, 0) + 1
         if whole[0].device.type != self._device.type:
             with torch.no_grad():
                 act()

@@ -33,7 +33,7 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -189,10 +189,10 @@ SETTINGS = (("mixed", False), ("mixed", True), ("bf16", False), ("bf16", True))
 WARMUP = 3
 
 
-def memory_of(step: Callable[[], object], device: torch.device, held_before: int) -> dict[str, Any]:
+def memory_of(step: Callable[[], object], device: torch.device, held_before: int, warmup: int) -> dict[str, Any]:
     """MiB of the allocator in a steady step, beyond what was there before the model."""
     memory = module_of(device)
-    for _ in range(WARMUP):
+    for _ in range(warmup):
         step()
     synchronize(device)
     gc.collect()
@@ -302,6 +302,7 @@ class Bench:
         self.name = "tiny" if options.tiny else options.shape
         self.shape = TINY if options.tiny else SHAPES[options.shape]
         self.times = has_times(device)
+        self.warmup = 1 if options.tiny else WARMUP
         self.link = gpu_messages.start(device, WORLD)
         generator = torch.Generator().manual_seed(1)
         x = torch.randn(1, self.shape.length, self.shape.width, generator=generator)
@@ -322,10 +323,13 @@ class Bench:
 
     def gradients(self) -> None:
         """Whether both libraries get the same gradients from these messages, in float32."""
-        shape = replace(self.shape, length=min(self.shape.length, 64), width=min(self.shape.width, 512), hidden=256)
-        x = self._x[:, : shape.length, : shape.width].float()
+        # Weights of a megabyte travel by themselves, as in large models.
+        shape = BlockShape(width=512, hidden=512, heads=4, kv_heads=2, blocks=2, length=8)
+        x = torch.randn(1, shape.length, shape.width, generator=torch.Generator().manual_seed(1)).to(self.device)
         found: dict[str, list[torch.Tensor]] = {}
+        messages = self.link.group.messages
         for way in ("fsdp2", "fullshard"):
+            messages.clear()
             model = build(way, shape, self.device, self.link.mesh, same=True)
             loss_of(model, x).backward()
             found[way] = [p.grad.to_local().cpu() for p in model.parameters()]
@@ -333,7 +337,7 @@ class Bench:
         apart = max(float((a - b).abs().max() / b.abs().max().clamp(min=1e-30)) for a, b in pairs)
         if not apart <= 1e-4:
             raise ValueError(f"{apart:.2e} apart from FSDP2's, over the largest element")
-        row("gradients", apart=apart, messages=dict(self.link.group.messages))
+        row("gradients", apart=apart, messages_of_fullshard=dict(messages))
 
     def setting(self, precision: str, recompute: bool) -> None:
         """Memory of each way alone; then kernels, and steps of all ways in turn at each bandwidth."""
@@ -344,7 +348,7 @@ class Bench:
                 for _ in range(2):
                     gc.collect()
                 held = module_of(self.device).memory_allocated()
-                found = memory_of(self.stepper(way, precision, recompute), self.device, held)
+                found = memory_of(self.stepper(way, precision, recompute), self.device, held, self.warmup)
                 row("memory", **setting, way=way, **found)
             gc.collect()
             module_of(self.device).empty_cache()
@@ -352,7 +356,7 @@ class Bench:
         for way in WAYS:
             with attempted("step", **setting, way=way):
                 step = self.stepper(way, precision, recompute)
-                losses = [float(step()) for _ in range(WARMUP)]
+                losses = [float(step()) for _ in range(self.warmup)]
                 if not all(map(math.isfinite, losses)):
                     raise ValueError(f"losses {losses}")
                 steps[way] = step
@@ -427,7 +431,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda", help="cuda (the default), another one, or simulated")
     parser.add_argument("--shape", choices=SHAPES, default="8B")
-    parser.add_argument("--rounds", type=int, default=6, help="measured rounds, of two steps each (default: 6)")
+    parser.add_argument("--rounds", type=int, default=5, help="measured rounds, of two steps each (default: 5)")
     parser.add_argument("--settings", type=int, default=len(SETTINGS), help="only so many of the settings")
     parser.add_argument("--compiled", action="store_true", help="compiled blocks instead")
     parser.add_argument("--tiny", action="store_true", help="small blocks, to try the script itself")
