@@ -99,7 +99,11 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     yield write
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+# The longest is slow: ranks that ignore signals are ended below.
+_SLOW = "a part that hangs and ignores SIGTERM"
+
+
+@pytest.mark.parametrize("fault", [pytest.param(name, marks=[pytest.mark.slow] * (name == _SLOW)) for name in FAULTS])
 def test_rows_survive(fault: str, module: Any) -> None:
     code, rows, error, warned = FAULTS[fault]
     shown: list[str] = []
