@@ -1,4 +1,4 @@
-"""One stream for each model; a backward that fails on a device; options of communicators of our own."""
+"""Steps on one stream after another; a backward that fails on a device; options of communicators of our own."""
 
 from __future__ import annotations
 
@@ -23,22 +23,6 @@ def _model() -> tuple[Any, Any]:
 
 def _loss(model: Any, rank: int, step: int = 0) -> torch.Tensor:
     return CASE.loss(model, tuple(part.to("simulated") for part in CASE.batch(step, rank)))  # type: ignore[arg-type]
-
-
-def _on_two_streams(rank: int) -> str:
-    model, _ = _model()
-    with torch.Stream(device="simulated"):
-        loss = _loss(model, rank)
-    try:
-        loss.backward()
-    except RuntimeError as error:
-        return str(error)
-    return ""
-
-
-def test_a_backward_on_another_stream_is_refused() -> None:
-    for told in pool(2, backend="nccl").run(_on_two_streams):
-        assert "expected the stream on which this model runs" in told and "stream_id=" in told
 
 
 def _one_after_the_other(rank: int) -> list[str]:

@@ -83,6 +83,8 @@ class _Allocation:
     nbytes: int
     owner: str
     accesses: list[Access] = field(default_factory=list)
+    # Other streams whose work, as it is when the memory is freed, comes before its next owner (`record_stream`).
+    users: set[str] = field(default_factory=set)
 
 
 class Clocks:
@@ -149,10 +151,18 @@ class Clocks:
         if allocation is None:
             return
         self._launch(allocation.owner)
-        clock = self._of(allocation.owner)
+        clock = self.now(allocation.owner)
+        for actor in allocation.users:
+            for other, time in self._of(actor).items():
+                clock[other] = max(clock.get(other, 0), time)
         for access in allocation.accesses:
             if clock.get(access.actor, 0) < access.time:
                 self.races.append(Race(access, None, allocation.nbytes, allocation.owner))
+
+    def use(self, base: int, actor: str) -> None:
+        """The memory goes back when the work of `actor` at that time is over, too."""
+        if base in self._allocations:
+            self._allocations[base].users.add(actor)
 
     def forget(self, base: int) -> None:
         """The memory is gone, and that was in order."""

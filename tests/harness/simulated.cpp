@@ -40,8 +40,10 @@ struct Told {
   void (*waited)(int64_t event, int32_t device, int64_t stream);
   // `kind`: 0 a stream, 1 an event, 2 the device.
   void (*synchronized)(int32_t kind, int64_t which, int32_t device);
-  // Whether the event is over.
+  // Whether the event is over; -1: nobody may ask now, because a graph is being captured.
   int32_t (*queried)(int64_t event);
+  // Another stream than its own uses an allocation: the memory goes back when that is over (`record_stream`).
+  void (*used)(uintptr_t, int32_t device, int64_t stream);
 };
 Told told{};
 // Calls of Python under way, on all threads.
@@ -102,7 +104,12 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     if (event) call<&Told::waited>(reinterpret_cast<int64_t>(event), s.device_index(), s.id());
   }
   bool queryEvent(void* event) const override {
-    return !event || !told.queried || call<&Told::queried>(reinterpret_cast<int64_t>(event));
+    auto over = !event || !told.queried ? 1 : call<&Told::queried>(reinterpret_cast<int64_t>(event));
+    TORCH_CHECK(over >= 0, "operation not permitted when stream is capturing");
+    return over;
+  }
+  void recordDataPtrOnStream(const c10::DataPtr& data, const c10::Stream& s) const override {
+    call<&Told::used>(reinterpret_cast<uintptr_t>(data.get()), s.device_index(), s.id());
   }
   c10::DeviceIndex deviceCount() const noexcept override { return kDevices; }
   bool queryStream(const c10::Stream&) const override { return false; }
@@ -366,6 +373,9 @@ at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_bloc
   tell(kind, accesses, device);
   return to;
 }
+void record_stream(at::Tensor& t, c10::Stream s) {
+  if (t.numel()) call<&Told::used>(reinterpret_cast<uintptr_t>(t.storage().data()), s.device_index(), s.id());
+}
 at::Scalar item(const at::Tensor& t) {
   std::vector<Access> accesses;
   note(accesses, t, false);
@@ -389,6 +399,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("empty.memory_format", &empty);
   m.impl("empty_strided", &empty_strided);
   m.impl("_copy_from", &copy_from);
+  m.impl("record_stream", &record_stream);
   m.impl("_local_scalar_dense", &item);
 }
 

@@ -113,6 +113,7 @@ class _Told(ctypes.Structure):
         ("waited", ctypes.CFUNCTYPE(None, _I64, _I32, _I64)),
         ("synchronized", ctypes.CFUNCTYPE(None, _I32, _I64, _I32)),
         ("queried", ctypes.CFUNCTYPE(_I32, _I64)),
+        ("used", ctypes.CFUNCTYPE(None, _PTR, _I32, _I64)),
     )
 
 
@@ -148,6 +149,13 @@ class _Device(types.ModuleType):
 
     def synchronize(self, device: Any = None) -> None:
         torch.accelerator.synchronize(device)
+
+    def is_current_stream_capturing(self) -> bool:
+        return any(one.stream == torch.accelerator.current_stream() for one in _captures)
+
+    @property
+    def graph(self) -> type[graph]:
+        return graph
 
     def get_amp_supported_dtype(self) -> list[torch.dtype]:
         return [torch.bfloat16, torch.float16]
@@ -292,6 +300,7 @@ class _Telling:
             kinds["waited"](self._waited),
             kinds["synchronized"](self._synchronized),
             kinds["queried"](self._queried),
+            kinds["used"](self._used),
         )
 
     def tell(self, act: Callable[..., None], *args: Any) -> None:
@@ -350,6 +359,8 @@ class _Telling:
         self.tell(lambda watch: watch.clocks.wait_event(stream_name(device, stream), event))
 
     def _synchronized(self, kind: int, which: int, device: int) -> None:
+        if _captures:
+            _captures[-1].refuses("synchronize")
         if self.watch is None:
             return
         stack = frames()
@@ -360,7 +371,13 @@ class _Telling:
         else:
             self.tell(_note_wait, "synchronize", lambda _: True, stack)
 
+    def _used(self, base: int, device: int, stream: int) -> None:
+        self.tell(lambda watch: watch.clocks.use(base, stream_name(device, stream)))
+
     def _queried(self, event: int) -> int:
+        if _captures:
+            _captures[-1].refuses("event.query")
+            return -1
         watch = self.watch
         if watch is None:
             return 1
@@ -373,6 +390,33 @@ class _Telling:
         return 1
 
 
+class graph:  # noqa: N801  (torch.cuda's name)
+    """As `torch.cuda.graph` in the mode "global": while it is entered, no thread may ask for an event or wait for the
+    device. `broken`: what did, which ends the capture on hardware. Nothing is captured: operators run."""
+
+    default_capture_stream: torch.Stream | None = None
+
+    def __init__(self, stream: torch.Stream | None = None) -> None:
+        if stream is None:
+            stream = graph.default_capture_stream = graph.default_capture_stream or torch.Stream(device="simulated")
+        self.stream = stream
+        self.broken: list[str] = []
+
+    def refuses(self, what: str) -> None:
+        self.broken.append(f"{what} of {threading.current_thread().name}")
+
+    def __enter__(self) -> graph:
+        torch.accelerator.synchronize()
+        self.stream.__enter__()
+        _captures.append(self)
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        _captures.remove(self)
+        self.stream.__exit__(None, None, None)
+
+
+_captures: list[graph] = []
 _TELLING = _Telling()
 
 

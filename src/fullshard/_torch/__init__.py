@@ -48,6 +48,7 @@
     torch.distributed._composable.fsdp          the old path of fully_shard, which install() swaps too  2.13
     torch.autograd.profiler._is_profiler_enabled  profiler ranges cost five microseconds each, so they  2.13
                                                 are made only while a profiler is active
+    torch._C._accelerator_getStream             asked with each report of a step on a device            2.13
     OpOverload._schema                          which operations of a sharded parameter return a view   2.13
     _C._current_autograd_node, Node.            whose backward an operation belongs to, on the tape of  2.13
     _sequence_nr, autograd._get_sequence_nr     a step (plan/facts.py); without hooks on the model
@@ -152,6 +153,7 @@ from .modules import (
     run_first,
     swappable,
 )
+from .streams import current_stream_of
 
 if TYPE_CHECKING:
 
@@ -183,6 +185,7 @@ __all__ = [
     "concatenated_mesh",
     "current_backward",
     "current_node",
+    "current_stream_of",
     "cut_dim",
     "default_store",
     "dtensor_like",

@@ -8,9 +8,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Protocol
 
-import torch
 from torch import Tensor
 from torch.profiler import record_function
 
@@ -18,11 +17,12 @@ from .._torch import post_accumulate_grad_hooks, profiling, with_tensor_hooks
 from ..comm import GatherChannel, HostCopy
 from ..guard import Scope
 from ..param import ParamGroup, ShardedParam
-from ..schedule import Command, CommandChecker, Full
+from ..schedule import Command, CommandChecker
 from .optimizer_steps import note_window
 from .order import MessageOrder
 from .step_facts import StepFacts
 from .stepping import Stepping
+from .stream import ModelStream
 from .unit import InFlight, Shared, Unit
 
 # ---- taken back ------------------------------------------------------------------------------------------------------
@@ -54,39 +54,6 @@ class TakenBack:
         for unit, windows in self._windows:
             unit.gradients.windows = windows
             note_window(unit, any(windows))
-
-
-# ---- one stream ----
-
-
-class OneStream:
-    """Refuses commands of one model on another stream of the device than those before.
-
-    Memory of full parameters goes back to the stream that allocated it, and messages come after the stream that issued
-    them: with two streams another tensor may take memory that is still read. While all units are sharded and nothing
-    is under way, another stream may begin.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device, self._current = device, torch.get_device_module(device).current_stream
-        self._stream: Any = None
-
-    def begins(self, units: Iterable[Unit]) -> None:
-        """A forward of the root begins, or an `unshard` outside of one."""
-        if all(unit.record.full is Full.SHARDED and not unit.record.in_backward for unit in units):
-            self._stream = self._current(self._device)
-
-    def __call__(self, command: Command) -> None:
-        """`command` is about to run."""
-        current = self._current(self._device)
-        if self._stream is None:
-            self._stream = current
-        if current != self._stream:
-            raise RuntimeError(
-                f"{command.unit.name}: expected the stream on which this model runs, {self._stream}, found {current} "
-                f"at the command {command.kind!r}; run forward and backward on one stream, and change it after the "
-                f"backward or after model.reshard()"
-            )
 
 
 # ---- gradient observers ----------------------------------------------------------------------------------------------
@@ -152,6 +119,11 @@ class _Backward:
         self.closing.clear()
         self.carrying.clear()
         self.unresolved.clear()
+
+
+def _stream_of(unit: Unit) -> ModelStream | None:
+    assert unit.root is not None
+    return unit.root.stream
 
 
 class Executor:
@@ -445,6 +417,13 @@ class Executor:
     def _advance_oldest(self, flights: deque[InFlight]) -> None:
         """Wait for the oldest message of `flights`; issue the next message of its reduction, or collect the result."""
         flight = flights.popleft()
+        if flight.owner is not self and (stream := _stream_of(flight.unit)) is not None:
+            with stream.ordered():
+                self._advance(flight)
+        else:
+            self._advance(flight)
+
+    def _advance(self, flight: InFlight) -> None:
         if flight.reduction.has_next:
             flight.reduction.advance()
             self._put(flight)
@@ -513,6 +492,9 @@ class Executor:
         hooked = any(map(post_accumulate_grad_hooks, shards))
         undo = TakenBack(self.units, [param for _, _, param in touched]) if hooked else None
         arrived = [(unit, position, param) for unit, position, param in touched if param.gradients.commit()]
+        stream = _stream_of(root)
+        if stream is not None and stream.reader is not None:
+            stream.leaves([param.sharded.grad for _, _, param in arrived])
         ends = False
         for unit in self.units:
             gradients, sync = unit.gradients, unit.record.plan.sync

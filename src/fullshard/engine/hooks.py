@@ -295,3 +295,5 @@ class _InputsReached:
             self._left = self._count  # a retained graph may run again
             if not self._silent:
                 self._root.inputs_reached(self._unit)
+        elif self._root.stream is not None:
+            self._root.stream.follow()  # the last one may come under another stream

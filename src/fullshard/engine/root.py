@@ -17,7 +17,12 @@ from typing import cast
 import torch
 from torch import nn
 
-from .._torch import current_backward, in_transform, saved_tensor_hooks_allowed, without_transforms
+from .._torch import (
+    current_backward,
+    in_transform,
+    saved_tensor_hooks_allowed,
+    without_transforms,
+)
 from ..comm import settle_uploads, uploading
 from ..guard import Scope, mode
 from ..param import ShardedParam
@@ -25,13 +30,14 @@ from ..policy import Controls, Options
 from ..schedule import Command, Event, Full, RunRecord, UnitRecord, Use, rules
 from .agreement import Agreement
 from .backward import RunningBackward, SavedTensorHooks
-from .executor import Executor, OneStream
+from .executor import Executor
 from .finalization import note_under_way, refuse_below, refuse_unfinished
 from .optimizer_steps import clean_name, expect_backward, follow_steps, note_backward, parameter_names
 from .order import MessageOrder, own_by_root
 from .recovery import Peers, Recovery
 from .step_facts import StepFacts
 from .stepping import refuse_half_a_step
+from .stream import ModelStream
 from .uninitialized import agree_what_is_unproven, has_meta_buffers, prove_initialized
 from .unit import WATCHED_FORWARDS, Shared, Unit, Unproven, unit_of
 
@@ -57,10 +63,8 @@ class Root:
             check=options.check,
             order=MessageOrder(self.units) if self.guard_mode != "off" else None,
         )
-        # On a device: all commands of a step run on one of its streams.
-        self._stream = OneStream(device) if device.type != "cpu" else None
-        if self._stream is not None:
-            self.executor.listeners.append(self._stream)
+        # On a device all commands of a step run on one of its streams.
+        self.stream = None if device.type == "cpu" else ModelStream(device)
         self.run = RunRecord([unit.record for unit in self.units], prefetch_depth=options.prefetch_depth)
         self.limit_bytes()
         ending = self.run.ending
@@ -167,8 +171,8 @@ class Root:
         if run.forward_root is None and not in_backward and outermost and not nested:
             self.facts.forward_begins(trains=record.index == 0 and torch.is_grad_enabled() and unit.modules[0].training)
         if run.forward_root is None and not in_backward:
-            if self._stream is not None:
-                self._stream.begins(self.units)
+            if self.stream is not None:
+                self.stream.begins(unit.holds_memory() for unit in self.units)
             self._wait_for_optimizer()
             if torch.is_grad_enabled():
                 refuse_half_a_step(self.units)
@@ -249,7 +253,13 @@ class Root:
         if self._backward.end() is None:
             self._notice_backward()
         self._backward.brought = True
-        param.gradients.take_fresh()
+        stream = self.stream
+        if stream is not None and stream.current() != stream.stream:
+            stream.reads(param.full.grad)
+            with stream.ordered():
+                param.gradients.take_fresh()
+        else:
+            param.gradients.take_fresh()
         gradients = unit.gradients
         gradients.arrived |= bit
         # Reentrant checkpointing runs a nested backward for each use of the unit: count those of this one.
@@ -264,6 +274,9 @@ class Root:
         if any(group.shares_memory for group in unit.groups):
             self.executor.stepping.refuse_weights(unit)
         if unit.record.full is Full.FULL and unit.record.in_backward:
+            if self.stream is not None and self.stream.lead():
+                # It was gathered on the model's stream, and only a watched read has this one wait for that.
+                unit.watching.is_irregular = True
             return
         if unit.record.full is not Full.FULL:
             unit.watching.is_irregular = True
@@ -399,8 +412,8 @@ class Root:
         if current_backward() == -1:
             self._backward.settle()
             self.peers.meet()
-            if self._stream is not None and self.run.forward_root is None:
-                self._stream.begins(self.units)
+            if self.stream is not None and self.run.forward_root is None:
+                self.stream.begins(unit.holds_memory() for unit in self.units)
         stale = unit.record.full is not Full.SHARDED and unit.is_stale()
         commands = rules.unshard(self.run, unit.record, stale=stale)
         self._do("unshard", unit.record, commands, stale=stale)
@@ -467,8 +480,15 @@ class Root:
             event = Event(kind, record.name, tuple(name for name, on in flags.items() if on))
             for listener in self.event_listeners:
                 listener(event)
-        if not commands:
-            return
+        stream = self.stream
+        if stream is not None and stream.current() != stream.stream:
+            # Also without commands: what this stream reads next was written by the model's.
+            with stream.ordered():
+                self._run(commands)
+        elif commands:
+            self._run(commands)
+
+    def _run(self, commands: Sequence[Command]) -> None:
         if in_transform():
             # Otherwise a torch.func transform would treat the writes to full parameters as part of the model.
             with without_transforms():
@@ -539,9 +559,14 @@ def early_root_of(unit: Unit) -> Root:
 
 
 def _settle(unit: Unit) -> None:
-    """Complete a gather of the provisional root before its buffers are replaced."""
-    if unit.root is not None and unit.record.full is Full.PENDING:
-        unit.root.wait_unshard(unit)
+    """Complete a gather of the provisional root before its buffers are replaced. What it gathered on another stream is
+    freed there, and gathered again."""
+    root = formed(unit)
+    if root is not None and unit.record.full is Full.PENDING:
+        root.wait_unshard(unit)
+    stream = None if root is None else root.stream
+    if root is not None and stream is not None and stream.current() != stream.stream:
+        root.reshard(unit)
 
 
 def _refuse_meta(model: nn.Module, units: Sequence[Unit]) -> None:

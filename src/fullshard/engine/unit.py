@@ -42,6 +42,7 @@ from .channels import UnitChannels
 from .gradients import UnitGradients
 from .grouping import grouped, regrouped
 from .optimizer_steps import follow_steps, note_full, optimizer_steps
+from .stream import ModelStream
 
 # ---- sizes -----------------------------------------------------------------------------------------------------------
 # One `fully_shard` call at run time: its modules, param groups and lifecycle record, and the objects it owns.
@@ -180,6 +181,8 @@ class AnyRoot(Protocol):
     thread: int
     provisional: bool
     unproven: Unproven
+    # On a device.
+    stream: ModelStream | None
 
     @property
     def compares_facts(self) -> bool: ...
@@ -284,6 +287,16 @@ class Unit:
     def params(self) -> list[ShardedParam]:
         """All parameters of the unit, group by group."""
         return [param for group in self.groups for param in group.params]
+
+    def holds_memory(self) -> bool:
+        """Whether full parameters exist, or a backward runs, or gradients wait for a later backward."""
+        gradients = self.gradients
+        return (
+            self.record.full is not Full.SHARDED
+            or self.record.in_backward
+            or gradients.window_open
+            or gradients.partial_open
+        )
 
     # ---- channels ------------------------------------------------------------------------------------------
 
