@@ -65,9 +65,15 @@ def files_of(owner: Any) -> dict[str, bytes]:
         return files_in(Path(folder))
 
 
-def _save_config(model: Any, folder: str) -> None:
-    for wrapper in ("_orig_mod", "_checkpoint_wrapped_module"):  # of torch.compile, of activation checkpointing
+def unwrapped(model: Any) -> Any:
+    """`model` without torch.compile and activation checkpointing around it."""
+    for wrapper in ("_orig_mod", "_checkpoint_wrapped_module"):
         model = getattr(model, wrapper, model)
+    return model
+
+
+def _save_config(model: Any, folder: str) -> None:
+    model = unwrapped(model)
     config: Any = getattr(model, "config", None)
     # Under PEFT the weights are not those of a plain model.
     if not callable(getattr(config, "save_pretrained", None)) or hasattr(model, "peft_config"):

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -158,9 +158,8 @@ class Chosen(Source):
         now = {old: new for new, old in self._inner_key.items()}
         self.tied = {now[old]: now[kept] for old, kept in inner.tied.items() if old in now and kept in now}
 
-    def origin(self, key: str) -> str:
-        """The key of the inner source that has `key` here."""
-        return self._inner_key[key]
+    def inputs(self, order: Iterable[str]) -> list[str]:
+        return self.inner.inputs([self._inner_key[key] for key in order])
 
     def _take(self, key: str, path: KeyPath, strip: str, renaming: Renaming | None) -> None:
         short = _without(path, strip)

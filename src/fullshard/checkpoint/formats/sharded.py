@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ...comm import alone, messenger, whole_of
+from ...policy.arguments import expect_flag
 from ..agreement import Message, agree
 from ..companions import files_of, tied_names
 from ..errors import CheckpointError, CheckpointMismatch
@@ -28,12 +29,13 @@ from ..loading import LoadJob, LoadOptions, Rename, write
 from ..manifest import Manifest, TensorEntry, ValueEntry, encode
 from ..plan import Box, key_of, matches, whole
 from ..state import Optimizers, flatten, get_state_dict, named_tensors, set_state_dict
+from .adapters import Merged, adapted, adapter_keys, write_adapters
 from .convert import open_source, reason, regrouped
 from .hf import DEFAULT_MAX_NBYTES, order_of, write_folder
 from .names import HINT, Chosen, Renaming
 from .source import LeavesSource, Source, place
 from .torch_file import write_torch
-from .writings import Published, published
+from .writings import published
 
 
 def load_into(
@@ -163,6 +165,7 @@ def export_full(
     renaming: Renaming | None = None,
     tokenizer: Any = None,
     max_file_nbytes: int = DEFAULT_MAX_NBYTES,
+    merge_adapters: bool = False,
     process_group: dist.ProcessGroup | None = None,
 ) -> None:
     """Write the full tensors of a sharded state dict: "hf", a folder of safetensors files; "torch", a file for
@@ -170,32 +173,61 @@ def export_full(
 
     Every rank of `process_group` calls it; the first writes. "hf" also writes the configuration of a model of
     transformers whose state `get_state_dict` took, and the files of `tokenizer`; of tied parameters it writes one.
-    Names, shapes and files are those of its `save_pretrained` in one process. Tensors are gathered one by one and not
-    kept: no rank ever holds more than the largest, and the first besides what a conversion makes of it. On an error,
-    which all ranks raise, no file looks complete: `CheckpointMismatch` for names without a rule and for entries that
-    the format cannot hold, `CheckpointIOError`.
+    Names, shapes and files are those of its `save_pretrained` in one process. Of a model under PEFT "hf" writes the
+    adapters alone, as its `save_pretrained` does, for `PeftModel.from_pretrained`; or with `merge_adapters=True` the
+    base model with the active adapters merged, for `from_pretrained` of transformers.
+
+    Tensors are gathered one by one and not kept: no rank ever holds more than the largest, and the first besides what a
+    conversion or a merged layer makes of it; all adapters, where they are written alone. On an error, which all ranks
+    raise, no file looks complete: `CheckpointMismatch` for names without a rule and for entries that the format cannot
+    hold, `CheckpointIOError`.
     """
+    expect_flag("merge_adapters", merge_adapters)
     messages = messenger(process_group)
     what = f"exporting to {target}"
-    opened: list[tuple[StateSource, Chosen, Source]] = []
+    opened: list[tuple[StateSource, Source]] = []
 
     def check() -> Message:
         state = StateSource(state_dict)
-        chosen = Chosen(state, renaming=renaming)
-        if format == "hf" and chosen.values:
-            problems = [f"{key}: no tensor, and safetensors files hold nothing else" for key in chosen.values]
+        source: Source = Chosen(state, renaming=renaming)
+        under = adapted(state.model) if format == "hf" and renaming is None else None
+        if format == "hf" and source.values:
+            problems = [f"{key}: no tensor, and safetensors files hold nothing else" for key in source.values]
             raise CheckpointMismatch(f"{what}: expected only tensors, found", problems)
-        opened.append((state, chosen, published(chosen, state.model) if format == "hf" else chosen))
-        return {"keys": list(chosen.tensors)}
+        keys = list(source.tensors)
+        alone: list[str] = []
+        if under is not None and merge_adapters:
+            merged = Merged(source, under)
+            source = published(merged, merged.model)
+        elif under is not None:
+            alone = adapter_keys(under, source.tensors) if messages.rank == 0 else []
+        elif merge_adapters:
+            raise CheckpointMismatch(
+                f"{what}: expected a model with adapters of PEFT for merge_adapters=True, found",
+                [type(state.model).__name__ if state.model is not None else "a state dict of no model"],
+                'pass the state that get_state_dict took of the PeftModel, with format "hf" and without renaming',
+            )
+        elif format == "hf":
+            source = published(source, state.model)
+        opened.append((state, source))
+        return {"keys": keys, "alone": alone, "adapters": under is not None and not merge_adapters}
 
-    agree(messages, what, check, lambda found: _same_keys(what, [one["keys"] for one in found]))
-    ((state, chosen, source),) = opened
-    order = order_of(source, max_file_nbytes) if format == "hf" else list(source.tensors)
-    needed = source.inputs(order) if isinstance(source, Published) else order
+    def decide(found: list[Message]) -> Message:
+        _same_keys(what, [one["keys"] for one in found])
+        return found[0]
+
+    decided = agree(messages, what, check, decide)
+    ((state, source),) = opened
+    if decided["adapters"]:
+        order = decided["alone"]
+    else:
+        order = order_of(source, max_file_nbytes) if format == "hf" else list(source.tensors)
 
     def gather() -> Message:
-        with state.reading(chosen.origin(key) for key in needed):
-            if messages.rank == 0 and format == "hf":
+        with state.reading(source.inputs(order)):
+            if messages.rank == 0 and decided["adapters"]:
+                write_adapters(Path(target), adapted(state.model), {key: source.read(key) for key in order})
+            elif messages.rank == 0 and format == "hf":
                 companions = source.companions() | (files_of(tokenizer) if tokenizer is not None else {})
                 write_folder(Path(target), source, source.read, companions, max_nbytes=max_file_nbytes)
             elif messages.rank == 0:

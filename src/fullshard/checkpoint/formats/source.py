@@ -51,6 +51,10 @@ class Source(ABC):
     def value(self, key: str) -> Any:
         """The value under `key`: None, bool, int, float, str, bytes, lists, tuples, dicts, and tensors in them."""
 
+    def inputs(self, order: Iterable[str]) -> list[str]:
+        """The keys of the innermost source in the order in which they are read when tensors are read in `order`."""
+        return list(order)
+
     def verify(self) -> list[str]:
         """Read every byte that has a checksum. Returns one text for each thing that cannot be verified; none if
         everything was compared.

@@ -69,8 +69,7 @@ class Published(Source):
                     self.memory[name] = id(storage), storage.nbytes()
 
     def inputs(self, order: Iterable[str]) -> list[str]:
-        """The keys of the inner source in the order in which they are read when tensors are read in `order`."""
-        return list(dict.fromkeys(key for name in order for key in self._group_of[name].keys))
+        return self.inner.inputs(dict.fromkeys(key for name in order for key in self._group_of[name].keys))
 
     def read(self, key: str, box: Box | None = None) -> Tensor:
         group = self._group_of[key]
