@@ -176,6 +176,7 @@ FUNCTIONS: dict[str, Call] = {
             "norm_type": _is(2.0, "3 1.5"),
             "error_if_nonfinite": FLAG,
             "foreach": _is(None, "None True"),
+            "groups": _is((), "None list"),
         },
     ),
     "find_drift": (fullshard.find_drift, {"model": MODEL}),

@@ -23,6 +23,7 @@ from torch.distributed.pipelining.schedules import (
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import fullshard
 from tests.harness.behaviours import behaviour
 from tests.harness.errors import RanksFailed
 from tests.harness.implementations import FULLSHARD, TORCH, Implementation, for_each_implementation
@@ -92,7 +93,7 @@ def _batch(step: int, shard: int) -> tuple[Tensor, Tensor]:
     return torch.randn(8, WIDTH, generator=generator), torch.randn(8, WIDTH, generator=generator)
 
 
-def _plain(stages: int, calls: int = 1) -> list[Trained]:
+def _plain(stages: int, calls: int = 1, max_norm: float | None = None) -> list[Trained]:
     """The model in one piece, trained on the batches of both shards; what training left of each stage."""
     model = _model(stages)
     optimizers = [adamw(stage.parameters()) for stage in model]
@@ -100,6 +101,8 @@ def _plain(stages: int, calls: int = 1) -> list[Trained]:
         for part in range(2 * calls):
             x, target = _batch(calls * step + part // 2, part % 2)
             (F.mse_loss(model(x), target) / 2).backward()
+        if max_norm is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), max_norm)
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
@@ -113,7 +116,14 @@ def _stages_of(rank: int, schedule: str, chunks: int) -> tuple[int, ...]:
 
 
 def _pipelined(
-    rank: int, impl: str, schedule: str, chunks: int, options: dict[str, Any], calls: int = 1, how: Any = None
+    rank: int,
+    impl: str,
+    schedule: str,
+    chunks: int,
+    options: dict[str, Any],
+    calls: int = 1,
+    how: Any = None,
+    max_norm: float | None = None,
 ) -> tuple[dict[int, Trained], list[int]]:
     """Train by a schedule. What training left of this rank's stages, and how many reductions each step sent.
 
@@ -143,6 +153,8 @@ def _pipelined(
                     last["finalize_gradients"] = call == calls - 1
                 runner.step(*((x,) if 0 in mine else ()), **last)
         reductions.append(sent.number)
+        if max_norm is not None:
+            fullshard.clip_grad_norm_([p for stage in mine.values() for p in stage.parameters()], max_norm)
         for optimizer in optimizers.values():
             optimizer.step()
             optimizer.zero_grad()
@@ -209,6 +221,17 @@ def test_every_schedule_trains_as_the_whole_model_or_is_refused(schedule: str, r
         return
     expected = _plain(2 * chunks)
     for trained, _ in pool(4).run(_pipelined, "fullshard", schedule, chunks, options, timeout=TIMEOUT):
+        for i, found in trained.items():
+            assert_same_training(found, expected[i])
+
+
+@pytest.mark.quick(2)
+@pytest.mark.parametrize(("schedule", "chunks"), [("interleaved", 2), ("1f1b", 1)])
+def test_a_pipeline_is_clipped_by_the_norm_of_all_its_stages(schedule: str, chunks: int) -> None:
+    """Nothing names the pipeline's axis: the stages are known."""
+    expected = _plain(2 * chunks, max_norm=0.05)
+    options = {"reshard_after_forward": False}
+    for trained, _ in pool(4).run(_pipelined, "fullshard", schedule, chunks, options, 1, None, 0.05, timeout=TIMEOUT):
         for i, found in trained.items():
             assert_same_training(found, expected[i])
 

@@ -45,6 +45,8 @@
     MixedPrecisionPolicy and the like
     _composable.contract.STATE_KEY,             where pipeline schedules look for the state of a        2.13
     REGISTRY_KEY, fully_shard.__wrapped__       sharded module, and DDP for applied composable APIs
+    PipelineStage.submod, .group                which axis a sharded stage's norm is summed over; stages    2.13
+                                                register nowhere, so the calling frames are read
     torch.distributed._composable.fsdp          the old path of fully_shard, which install() swaps too  2.13
     torch.autograd.profiler._is_profiler_enabled  profiler ranges cost five microseconds each, so they  2.13
                                                 are made only while a profiler is active

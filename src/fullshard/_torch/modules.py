@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import importlib
+import sys
 from collections import OrderedDict
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any, TypeVar, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import fsdp as torch_fsdp
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, RegistryItem
@@ -96,6 +98,27 @@ def buffers_of(module: nn.Module) -> dict[str, Tensor | None]:
 def children_of(module: nn.Module) -> dict[str, nn.Module | None]:
     """The module's own dict of children (not a copy), in which one module may have two names."""
     return module._modules
+
+
+def calling_stage(module: nn.Module) -> dist.ProcessGroup | None:
+    """The group of the pipeline's axis, if a stage of a pipeline around `module` called the caller's caller, or None.
+
+    Read off the calling frames: torch's stages have the attributes `submod` and `group`, and register nowhere.
+    """
+    frame = sys._getframe(2)
+    for _ in range(_FRAMES):
+        stage = frame.f_locals.get("self")
+        if stage is not None and getattr(stage, "submod", None) is module and hasattr(stage, "group"):
+            group = stage.group
+            return dist.group.WORLD if group is None else cast(dist.ProcessGroup, group)
+        if frame.f_back is None:
+            break
+        frame = frame.f_back
+    return None
+
+
+# How far up a stage is looked for.
+_FRAMES = 3
 
 
 # ---- outside ---------------------------------------------------------------------------------------------------------

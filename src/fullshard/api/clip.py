@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Iterable, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -15,10 +16,11 @@ from torch.distributed.tensor import DTensor, Placement
 
 from .._torch import cut_dim, local_of
 from ..comm import all_reduce_over
+from ..engine.stages import Stages
 from ..engine.state_dict import refuse_replaced
 from ..engine.step_facts import note_clip, note_unscale
 from ..param import NormMesh, PendingGrad
-from ..policy.arguments import expect_flag, expect_number, expect_tensors
+from ..policy.arguments import expect_each, expect_flag, expect_number, expect_tensors
 
 # ---- clip ------------------------------------------------------------------------------------------------------------
 
@@ -30,6 +32,7 @@ def clip_grad_norm_(
     *,
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
+    groups: Sequence[dist.ProcessGroup | DeviceMesh] | None = None,
 ) -> Tensor:
     """Scale the gradients in place so that their global norm is at most `max_norm`; return the norm before scaling.
 
@@ -41,9 +44,13 @@ def clip_grad_norm_(
         `.grad` are skipped. If a parameter's own mesh has fewer ranks than its unit (an expert), the parameters of the
         other ranks count too, so that all ranks scale alike; torch rejects parameters on several meshes.
     norm_type: any p >= 1, or inf. foreach: as in torch; False scales one tensor at a time.
+    groups: further process groups, or meshes with all their axes, whose ranks have other parameters of the same model:
+        the axis of a pipeline. Their ranks all call, also those without gradients. None: those of the stages that
+        `parameters` are of, if torch's pipeline schedules trained them; (): none. A copy of a tied weight in each of
+        two stages counts twice.
     Returns a plain 0-dim float32 tensor on the gradients' device, equal on every rank.
     Raises `RuntimeError` on every rank when the norm is not finite and `error_if_nonfinite` is set, and when a
-    gradient was accumulated but not reduced.
+    gradient was accumulated but not reduced. Warns if `groups` is None, and the norm lacks stages of a pipeline.
     """
     items = expect_tensors("parameters", parameters)
     norm_type = math.inf if isinstance(norm_type, str) and norm_type == "inf" else norm_type
@@ -51,28 +58,37 @@ def clip_grad_norm_(
     expect_number("norm_type", norm_type, lambda p: p > 0, "a number above 0, or inf")
     expect_flag("error_if_nonfinite", error_if_nonfinite)
     expect_flag("foreach", foreach, or_none=True)
+    further = _stage_axes(items) if groups is None else _expect_groups(groups)
     note_clip(items, max_norm, norm_type)
+    device = items[0].device if items else torch.device("cpu")
     items = [p for p in items if p.grad is not None]
-    if not items:
+    if not items and not further:
         return torch.tensor(0.0)
     norm_type = float(norm_type)
     plain, by_groups = _split(items)
     parts = [t for by_copies in by_groups.values() for tensors in by_copies.values() for t in tensors]
-    device = (plain or parts)[0].device
+    device = (plain or parts)[0].device if items else device
     # The norm of norms, as in torch: first the gradients that this rank holds whole, then the sharded ones.
     norms = [_norm(plain, norm_type, device)] if plain else []
     maximum = math.isinf(norm_type)
-    for groups, by_copies in by_groups.items():
+    for own, by_copies in by_groups.items():
         if maximum:
             value = torch.stack([_norm(tensors, norm_type, device) for tensors in by_copies.values()]).amax()
         else:
             powers = [_norm(tensors, norm_type, device).pow(norm_type) / n for n, tensors in by_copies.items()]
             value = torch.stack(powers).sum() if len(powers) > 1 else powers[0]
         # Sharded over several axes: reduce over one axis after the other.
-        for group in groups:
+        for group in own:
             all_reduce_over(value, group, dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM, "clip_grad_norm_")
         norms.append(value if maximum else value.pow(1.0 / norm_type))
+    if not norms:
+        norms.append(torch.zeros((), dtype=torch.float64, device=device))
     norm = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms), norm_type)
+    if further:
+        total = norm.clone() if maximum else norm.pow(norm_type)
+        for group in further:
+            all_reduce_over(total, group, dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM, "clip_grad_norm_")
+        norm = total if maximum else total.pow(1.0 / norm_type)
     norm = norm.float()
     if error_if_nonfinite and not bool(torch.isfinite(norm)):
         raise RuntimeError(
@@ -81,12 +97,51 @@ def clip_grad_norm_(
         )
     scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     locals_ = plain + parts
+    if not locals_:
+        return norm
     if foreach is False:
         for tensor in locals_:
             tensor.mul_(scale.to(tensor.dtype))
     else:
         torch._foreach_mul_(locals_, scale)
     return norm
+
+
+def _expect_groups(groups: object) -> list[dist.ProcessGroup]:
+    """The process groups that the caller named, each once."""
+    named = expect_each(
+        "groups",
+        groups,
+        lambda item: isinstance(item, (dist.ProcessGroup, DeviceMesh)),
+        "a list of process groups or meshes",
+    )
+    found: dict[dist.ProcessGroup, None] = {}
+    for item in named:
+        found.update(dict.fromkeys(item.get_all_groups() if isinstance(item, DeviceMesh) else [item]))
+    return [group for group in found if group.size() > 1]
+
+
+def _stage_axes(parameters: Sequence[Tensor]) -> list[dist.ProcessGroup]:
+    """The groups of the pipeline stages that `parameters` are of; warns of stages that the norm will lack."""
+    stages = Stages(parameters)
+    if stages.unknown is not None:
+        warnings.warn(
+            f"clip_grad_norm_: expected groups= for {type(stages.unknown).__name__}, which is reduced as a stage of a "
+            f"pipeline, found none: the norm would be this stage's alone, and each stage would scale by its own; pass "
+            f"groups=[the process group of the pipeline's axis], or groups=() if there are no other stages",
+            UserWarning,
+            stacklevel=3,
+        )
+    elif stages.lacking:
+        whole = stages.count + len(stages.lacking)
+        warnings.warn(
+            f"clip_grad_norm_: expected the parameters of all {whole} stages of a pipeline that this rank has, found "
+            f"{stages.count}: the norm lacks the others; pass the parameters of all of them in one call, or groups=() "
+            f"for the norm of these alone",
+            UserWarning,
+            stacklevel=3,
+        )
+    return [axis for axis in stages.axes if axis.size() > 1]
 
 
 # Local gradients by the groups over which their powers are summed, then by the number of ranks in these groups that

@@ -15,6 +15,7 @@ from ..engine import Unit, unit_of
 from ..engine.full_params import refuse_opened
 from ..engine.hooks import hooks_of
 from ..engine.root import early_root_of, formed, module_units
+from ..engine.stages import note_stage
 from ..engine.state_dict import noting_emptied, standing_parameter
 from ..engine.uninitialized import Conversion, note_uninitialized
 from ..engine.unit import WATCHED_FORWARDS, Shared
@@ -74,6 +75,7 @@ class StateView:
 
     def _root_post_backward_final_callback(self) -> None:
         """Reduce the gradients that no_sync backwards accumulated, for units that synchronise again."""
+        note_stage(self._unit.module, reduces=True)
         root = formed(self._unit)
         if root is not None:
             root.reduce_held()
@@ -208,6 +210,8 @@ class FSDPModule(TorchFSDPModule):
         averaged, and what is written to it counts; None if `reduce_dtype` is not their dtype.
         """
         requires_gradient_sync = expect_flag("requires_gradient_sync", requires_gradient_sync)
+        if requires_gradient_sync:
+            note_stage(cast(nn.Module, self))
         for unit in self._units(recurse):
             unit.record.plan.sync = requires_gradient_sync
 
