@@ -6,6 +6,7 @@ from __future__ import annotations
 import itertools
 import math
 import random
+from typing import Any
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ from fullshard.checkpoint.plan import (
     overlap,
     row_major,
     takes,
+    together,
     whole,
 )
 
@@ -184,7 +186,7 @@ def test_shards_and_replicas_and_keys_of_one_rank_are_one_picture() -> None:
         "saving",
     )
     assert sorted(merged.tensors) == ["b", "own", "w"] and merged.tensors["w"].shape == (4,)
-    assert merged.values == {"step": (("step",), 0), "s2": (("s2",), 1)}
+    assert merged.values == {"step": (("step",), [0]), "s2": (("s2",), [1])}
     assert [[part.nbytes for part in parts] for parts in merged.held] == [[8, 8], [8, 8, 1]]
 
 
@@ -218,6 +220,49 @@ def test_all_that_does_not_fit_is_in_one_error() -> None:
     assert len(caught.value.problems) == 2
 
 
+def test_groups_of_parameters_may_differ_and_come_from_one_rank_of_each_stage() -> None:
+    path = ["optimizer", "param_groups"]
+    merged = merge([message(values=[[path, digest]]) for digest in ("a", "a", "b", "b", "a")], (), "saving")
+    assert merged.values == {"optimizer.param_groups": (("optimizer", "param_groups"), [0, 2])}
+    one = merge([message(values=[[path, digest]]) for digest in ("a", "b")], ["optimizer.*"], "saving")
+    assert one.values["optimizer.param_groups"][1] == [0]
+
+
+def test_groups_of_stages_become_those_of_one_optimizer() -> None:
+    decay, none = {"lr": 1.0, "decay": 0.1}, {"lr": 1.0, "decay": 0.0}
+    first = [{**decay, "params": ["0.w"]}, {**none, "params": ["0.b"]}]
+    second = [{**decay, "params": ["1.w"]}, {**none, "params": ["1.b", "1.c"]}]
+    whole = [{**decay, "params": ["0.w", "1.w"]}, {**none, "params": ["0.b", "1.b", "1.c"]}]
+    assert together([first, second]) == whole
+    assert first[0]["params"] == ["0.w"]  # as it was
+    # A stage without one of the groups, and in another order.
+    assert together([first, [second[1]]]) == [first[0], whole[1]]
+    assert together([first, second[::-1]]) == whole
+    # Other settings are another group; groups of one optimizer stay apart whatever their settings are.
+    assert together([[first[0]], [{**second[0], "lr": 2.0}]]) == [first[0], {**second[0], "lr": 2.0}]
+    alike = [{**decay, "params": ["a"]}, {**decay, "params": ["b"]}]
+    assert together([alike]) == alike
+    assert together([alike, [{**decay, "params": ["c"]}, {**decay, "params": ["d"]}]]) == [
+        {**decay, "params": ["a", "c"]},
+        {**decay, "params": ["b", "d"]},
+    ]
+    assert together([["a"], ["b"], []]) == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        [[{"params": ["a", "b"]}], [{"params": ["b"]}]],
+        [[{"params": [0]}], [{"params": [0, 1]}]],
+        [["a"], ["a", "b"]],
+    ],
+    ids=["groups", "numbers", "names"],
+)
+def test_two_ranks_that_name_one_parameter_have_one_stage_and_differ(values: list[Any]) -> None:
+    with pytest.raises(ValueError, match="same"):
+        together(values)
+
+
 def test_the_first_is_taken_where_it_is_asked_for() -> None:
     merged = merge([message(values=[[["a", "s"], "1"]]), message(values=[[["a", "s"], "2"]])], ["a.*"], "saving")
-    assert merged.values == {"a.s": (("a", "s"), 0)}
+    assert merged.values == {"a.s": (("a", "s"), [0])}

@@ -195,11 +195,12 @@ REMEDY = (
 
 
 class Holdings(NamedTuple):
-    """`held[rank]`: the parts of that rank, in its own order. `values`: the path, and the rank that sends it."""
+    """`held[rank]`: the parts of that rank, in its own order. `values`: the path, and the ranks that send it: one, or
+    for groups of parameters (`is_grouping`) the first one of each different value."""
 
     tensors: dict[str, TensorSpec]
     held: list[list[Holding]]
-    values: dict[str, tuple[KeyPath, int]]
+    values: dict[str, tuple[KeyPath, list[int]]]
     # Values that only all parts together tell.
     computed: dict[str, tuple[KeyPath, list[tuple[int, int]]]]
 
@@ -216,6 +217,8 @@ def merge(messages: Sequence[dict[str, Any]], take_first: Sequence[str], what: s
     boxes = dict[str, dict[Box, int]]()
     held: list[list[Holding]] = [[] for _ in messages]
     wrappers = dict[str, _Wrapper]()
+    # Of groups of parameters: each different value, with the first rank that has it.
+    groupings = dict[str, dict[str, int]]()
     for rank, message in enumerate(messages):
         for path, dtype, shape, raw, *around in message["tensors"]:
             spec = TensorSpec(tuple(path), dtype, tuple(shape))
@@ -240,7 +243,9 @@ def merge(messages: Sequence[dict[str, Any]], take_first: Sequence[str], what: s
         for path, digest in message["values"]:
             key = key_of(path)
             _, first, known_digest = values.setdefault(key, (tuple(path), rank, digest))
-            if known_digest != digest and not matches(key, take_first):
+            if known_digest != digest and is_grouping(path) and not matches(key, take_first):
+                groupings.setdefault(key, {known_digest: first}).setdefault(digest, rank)
+            elif known_digest != digest and not matches(key, take_first):
                 problems.append(f"{key}: one value on rank {first}, another on rank {rank}")
             if key in tensors:
                 problems.append(f"{key}: a tensor on rank {tensors[key][1]}, a value on rank {rank}")
@@ -258,8 +263,53 @@ def merge(messages: Sequence[dict[str, Any]], take_first: Sequence[str], what: s
             problems.append(f"{key} {spec.shape}: {problem}")
     if problems:
         raise CheckpointMismatch(f"{what}: expected consistent state on all ranks, found", problems, REMEDY)
-    found = {key: (path, rank) for key, (path, rank, _) in values.items()}
+    found = {
+        key: (path, [*groupings.get(key, {digest: rank}).values()]) for key, (path, rank, digest) in values.items()
+    }
     return Holdings({key: spec for key, (spec, _) in tensors.items()}, held, found, computed)
+
+
+# ---- groups of parameters --------------------------------------------------------------------------------------------
+# Each stage of a pipeline has an optimizer of its own parameters. Its groups name them; those of all stages together
+# are the groups of one optimizer of the whole model.
+
+
+def is_grouping(path: Sequence[object]) -> bool:
+    """Whether the value at `path` is an optimizer's groups, or the names of one group's parameters."""
+    return path[-1] == "param_groups" or (len(path) > 2 and path[-1] == "params" and path[-3] == "param_groups")
+
+
+def together(values: Sequence[Any]) -> Any:
+    """The groups of parameters, or names, of several ranks together, each name once. Groups of equal settings become
+    one. Raises `ValueError` if two ranks name the same parameter: they have one stage, and differ."""
+    if len(values) == 1:
+        return values[0]
+    groups: list[dict[str, Any]] = []
+    seen: set[str] = set()
+    of_one_group = all(isinstance(item, str) for value in values for item in value)
+    for value in values:
+        mine = [{"params": value}] if of_one_group else list(value)
+        names = [name for group in mine for name in group["params"]]
+        if not all(isinstance(name, str) for name in names) or seen.intersection(names):
+            raise ValueError("the same parameters")
+        seen.update(names)
+        if value is values[0]:
+            groups = [{**group, "params": list(group["params"])} for group in mine]
+            continue
+        for index, group in enumerate(mine):
+            # The group of the same number first: an optimizer may have several of equal settings.
+            known = next(
+                (one for one in [*groups[index : index + 1], *groups] if _settings(one) == _settings(group)), None
+            )
+            if known is None:
+                groups.append({**group, "params": list(group["params"])})
+            else:
+                known["params"] += group["params"]
+    return groups[0]["params"] if of_one_group else groups
+
+
+def _settings(group: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key != "params"}
 
 
 class _Wrapper:

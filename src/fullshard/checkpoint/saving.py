@@ -43,7 +43,7 @@ from .manifest import (
     parse,
     to_bytes,
 )
-from .plan import FLATTENED, REMEDY, Box, Holdings, KeyPath, TensorSpec, choose_writers, key_of, merge, whole
+from .plan import FLATTENED, REMEDY, Box, Holdings, KeyPath, TensorSpec, choose_writers, key_of, merge, together, whole
 from .safetensors import FilePart, data_header, file_order
 from .state import Part, Tree, bytes_of, dtype_name, named_tensors, on_host, part_of
 from .wrapped import Kinds, Saved, is_wrapper, saved
@@ -141,8 +141,9 @@ class SaveJob:
             for parts, written in zip(self._merged.held, write, strict=True)
         ]
         send: list[list[str]] = [[] for _ in write]
-        for key, (_, holder) in self._merged.values.items():
-            send[holder].append(key)
+        for key, (_, holders) in self._merged.values.items():
+            for holder in holders:
+                send[holder].append(key)
         plan = {"write": write, "compare": compare, "send": send}
         return {"save_id": self._saving.save_id, "folder": self._saving.name, **plan}
 
@@ -187,11 +188,24 @@ class SaveJob:
         for file, nbytes in zip(entries, sizes, strict=True):
             if nbytes != file.nbytes:
                 raise OSError(0, f"{file.name}: {file.nbytes} bytes were written, the file has {nbytes}")
-        sent = {key: decode(value) for message in messages for key, value in message["values"]}
+        sent: dict[str, list[Any]] = {}
+        for message in messages:
+            for key, value in message["values"]:
+                sent.setdefault(key, []).append(decode(value))
         tensors = [TensorEntry(*spec, tuple(sorted(chunks.get(key, ())))) for key, spec in merged.tensors.items()]
-        values = [ValueEntry(path, sent[key]) for key, (path, _) in merged.values.items()]
+        values = [
+            ValueEntry(path, self._together(key, sent[key], ranks)) for key, (path, ranks) in merged.values.items()
+        ]
         values += [ValueEntry(path, [*rows]) for path, rows in merged.computed.values()]
         return {"path": commit(self._saving, self.path, self.messenger.world, tensors, values, entries)}
+
+    def _together(self, key: str, values: list[Any], ranks: list[int]) -> Any:
+        try:
+            return together(values)
+        except (ValueError, TypeError, KeyError, AttributeError, IndexError):
+            found = [f"{key}: one value on rank {ranks[0]}, another on rank {rank}" for rank in ranks[1:]]
+            text = f"{self.what}: expected consistent state on all ranks, found"
+            raise CheckpointMismatch(text, found, REMEDY) from None
 
 
 def commit(
