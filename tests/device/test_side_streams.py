@@ -519,7 +519,7 @@ PROGRAMS: dict[str, tuple[Callable[[Program], None], Setup, int]] = {
 
 def run_program(rank: int, name: str, fault: str = "") -> tuple[list[str], dict[str, Tensor]]:
     """What the watch found, and the parameters."""
-    from tests.harness import late, simulated
+    from tests.harness import nccl, simulated
 
     program, setup, _ = PROGRAMS[name]
     with (
@@ -535,7 +535,7 @@ def run_program(rank: int, name: str, fault: str = "") -> tuple[list[str], dict[
         params = {key: on_device.whole(p).cpu() for key, p in do.model.named_parameters()}
         del do
         gc.collect()
-    return [race.explain() for race in seen.races] + late.failures(), params
+    return [race.explain() for race in seen.races] + nccl.failures(), params
 
 
 @pytest.mark.quick(5)
@@ -543,7 +543,7 @@ def run_program(rank: int, name: str, fault: str = "") -> tuple[list[str], dict[
 def test_programs_with_several_streams_train_as_plain_ones(name: str) -> None:
     _, setup, world = PROGRAMS[name]
     expected = on_device.reference(setup, world)
-    for wrong, params in pool(world, backend="late").run(run_program, name, timeout=40):
+    for wrong, params in pool(world, backend="nccl").run(run_program, name, timeout=40):
         assert not wrong, f"{len(wrong)} unordered; the first:\n{wrong[0]}"
         for key, values in params.items():
             # Three AdamW steps, each of two roundings at the size of the largest element, and the sums of gradients.
@@ -623,5 +623,5 @@ FAULTS: dict[str, tuple[SeededFault, str]] = {
 def test_an_order_that_is_left_out_is_found(fault: str) -> None:
     _, name = FAULTS[fault]
     _, setup, world = PROGRAMS[name]
-    found = pool(world, backend="late").run(run_program, name, fault, timeout=40)
+    found = pool(world, backend="nccl").run(run_program, name, fault, timeout=40)
     assert any(wrong for wrong, _ in found)
