@@ -38,6 +38,7 @@ def test_what_was_removed_names_what_to_do_instead(variable: str, value: str, in
     [
         ("FULLSHARD_COMMUNICATION", "fast", "auto, torch, all-to-all, found 'fast'"),
         ("FULLSHARD_WATCH", "never", "auto, always, found 'never'"),
+        ("FULLSHARD_REDUCE_DTYPE", "float32", "grad_dtype, param_dtype, found 'float32'"),
         ("FULLSHARD_CHECK", "yes", "a whole number >= 0, found 'yes'"),
     ],
 )
@@ -48,7 +49,10 @@ def test_wrong_values_are_named(variable: str, value: str, text: str) -> None:
 
 def test_the_environment_is_read() -> None:
     environ = {"FULLSHARD_COMMUNICATION": "torch", "FULLSHARD_WATCH": "always", "FULLSHARD_CHECK": "1"}
-    assert Options.current(environ) == Options(communication="torch", watch="always", check=True)
+    environ["FULLSHARD_REDUCE_DTYPE"] = "param_dtype"
+    assert Options.current(environ) == Options(
+        communication="torch", watch="always", reduce_default="param_dtype", check=True
+    )
 
 
 def test_use_options_goes_before_the_environment_and_the_innermost_before_others() -> None:

@@ -217,6 +217,7 @@ def test_settings_have_the_defaults_that_are_documented() -> None:
     assert documented == {
         "FULLSHARD_COMMUNICATION": options.communication,
         "FULLSHARD_WATCH": options.watch,
+        "FULLSHARD_REDUCE_DTYPE": options.reduce_default,
         "FULLSHARD_GUARD": guard.mode,
         "FULLSHARD_SILENCE": f"{guard.silence_seconds:g}",
         "FULLSHARD_CHECK": str(int(options.check)),

@@ -40,7 +40,7 @@ post_accumulate_grad_hooks: Callable[[Tensor], dict[int, Callable[[Tensor], None
 
 def grad_dtype_of(parameter: Tensor) -> torch.dtype | Literal["unset", "any"]:
     """The `grad_dtype` that was set on a leaf: "any" for None. Before torch 2.15 one that is the tensor's own dtype
-    cannot be told from none."""
+    counts as unset."""
     found = parameter.grad_dtype
     if not getattr(parameter, "_has_grad_dtype_override", found != parameter.dtype):
         return "unset"

@@ -207,7 +207,7 @@ class FSDPModule(TorchFSDPModule):
         The first backward with True reduces the accumulated gradients with its own (seed 001: `no_sync`). Until then
         they take the bytes of the unsharded model in the reduce dtype. `.grad` of sharded parameters is a marker:
         `zero_grad()` clears it, any other use raises. `.grad` of full parameters is this rank's sum, as in torch: not
-        averaged, and what is written to it counts; None if `reduce_dtype` is not their dtype.
+        averaged, and in the reduce dtype; what is written to it counts.
         """
         requires_gradient_sync = expect_flag("requires_gradient_sync", requires_gradient_sync)
         if requires_gradient_sync:

@@ -182,17 +182,7 @@ class ShardedParam:
 class ParamGradients:
     """See the table above. Belongs to one `ShardedParam`."""
 
-    __slots__ = (
-        "_param",
-        "fresh",
-        "fresh_partial",
-        "held",
-        "marker",
-        "partial",
-        "reduced",
-        "shown",
-        "shows_held",
-    )
+    __slots__ = ("_param", "fresh", "fresh_partial", "held", "marker", "partial", "reduced", "shown", "shows_held")
 
     def __init__(self, param: ShardedParam) -> None:
         self._param = param
@@ -226,11 +216,11 @@ class ParamGradients:
                 f"{self._param.name}: expected a dense gradient, found layout {gradient.layout}; "
                 f"use sparse=False in the embedding that owns this parameter"
             )
-        if self._param.precision.accepts is None and gradient.dtype is not self._param.precision.compute:
+        precision = self._param.precision
+        if precision.accepts is None and gradient.dtype is not precision.compute:
             raise RuntimeError(
-                f"{self._param.name}: expected a gradient in {self._param.precision.compute}, found one in "
-                f"{gradient.dtype}: its grad_dtype was set to None, which accepts any, but it is reduced in the dtype "
-                f"of its computation; set reduce_dtype={gradient.dtype} in its MixedPrecisionPolicy, or its grad_dtype"
+                f"{self._param.name}: expected a gradient in {precision.compute}, in which grad_dtype=None reduces it, "
+                f"found one in {gradient.dtype}; set reduce_dtype or grad_dtype to {gradient.dtype}"
             )
         if self._param.own_spec is not None:
             gradient = self._own_part(gradient, self._param.own_spec)
