@@ -357,7 +357,7 @@ def _(rank: int, title: str) -> None:
         found = whole_gradients(model)
         return sum(float((a - b).norm()) for a, b in zip(found, sums, strict=True))
 
-    row = Row(title, model=shard(build(), mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16)))
+    row = Row(title, model=shard(build(), mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16)))
     assert row.see() == [[("bfloat16",)] * 4]
     before = error(row["model"])
     row["model"] = build()
