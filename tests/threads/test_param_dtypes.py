@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.fsdp as torch_fsdp
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -21,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 import fullshard
 from fullshard.engine import unit_of
 from fullshard.policy import use_options
+from fullshard.policy.options import REDUCE_DEFAULTS
 from tests.harness.models import seeded
 from tests.harness.threads import run_ranks
 
@@ -282,6 +284,21 @@ def test_what_none_follows() -> None:
         assert "FULLSHARD_REDUCE_DTYPE" not in str(fullshard.report(model))
 
     run_ranks(1, rank_main)
+
+
+def test_ranks_that_follow_different_meanings_are_named() -> None:
+    def rank_main(rank: int) -> None:
+        model: Any = seeded(lambda: nn.Linear(3, 3))
+        policy = fullshard.MixedPrecisionPolicy(BF16)
+        for turn in range(2):  # options hold for all threads
+            if rank == turn:
+                with use_options(reduce_default=REDUCE_DEFAULTS[rank]):
+                    fullshard.fully_shard(model, mp_policy=policy)
+            dist.barrier()
+        with pytest.raises(RuntimeError, match=r"expected the same reduce dtype on every rank, found .*bfloat16"):
+            model(torch.ones(2, 3))
+
+    run_ranks(2, rank_main)
 
 
 @pytest.mark.parametrize("late", [False, True])
