@@ -25,6 +25,8 @@ class Lifetime(NamedTuple):
     args: tuple[Any, ...] = ()
     world: int = 2
     backend: str = "nccl"
+    # Ranks wait for each other until the test ends them.
+    hangs: bool = False
 
 
 class Forwarding(dist.Store):
@@ -56,7 +58,6 @@ _STORE = "    store = dist.PrefixStore(name, store)\n"
 _KEPT = '("_timeout", "is_high_priority_stream", "config")'
 _KNOWN = "known = list(outs), list(pieces)"
 _EACH = "return [self._send(_GATHERS_EACH, *known, _GATHER)]"
-_TRAINS = (lifetimes.trains, (Setup("alone", steps=2),))
 _HERE = "__import__('tests.harness.lifetime_faults', fromlist=['_'])"
 
 LIFETIMES: dict[str, Lifetime] = {
@@ -80,6 +81,7 @@ LIFETIMES: dict[str, Lifetime] = {
         lifetimes.bound,
         (),
         4,
+        hangs=True,
     ),
     "options are the user's": Lifetime(
         SeededFault(f"{_GROUPS}:own_options", "made = type(like)()", "made = like"), lifetimes.collects
@@ -119,9 +121,6 @@ LIFETIMES: dict[str, Lifetime] = {
     "messages under way are forgotten": Lifetime(
         SeededFault(f"{_DG}.issue", "self._under_way.append(sent)", "pass"), lifetimes.cuts
     ),
-    "a closed group is left to its destructor": Lifetime(
-        SeededFault(f"{_DG}.close", "group.shutdown()", "pass"), lifetimes.closes
-    ),
     # ---- laziness: when connections are made and ended ----
     "connections are made by the first message": Lifetime(
         SeededFault(
@@ -134,6 +133,7 @@ LIFETIMES: dict[str, Lifetime] = {
     "nothing ends the wait for a connection": Lifetime(
         SeededFault(f"{_DG}.connect", "wait_until(lambda: connecting.is_over, wait)", "connecting.join()"),
         lifetimes.dies_connecting,
+        hangs=True,
     ),
     "connections are made outside of the watch": Lifetime(
         SeededFault(
@@ -142,6 +142,7 @@ LIFETIMES: dict[str, Lifetime] = {
             "while not connecting.is_over: time.sleep(0.01)",
         ),
         lifetimes.dies_connecting,
+        hangs=True,
     ),
     "the error of a connection is dropped": Lifetime(
         SeededFault(f"{_DG}.connect", "made = connecting.result()", "made = connecting._made"), lifetimes.refused
@@ -155,10 +156,14 @@ LIFETIMES: dict[str, Lifetime] = {
         lifetimes.cuts,
     ),
     "the name of connections is used again": Lifetime(
-        SeededFault(f"{_DG}.connect", "/{scope.renewed}/", "/"), lifetimes.cuts
+        SeededFault(f"{_DG}.connect", "/{scope.renewed}/", "/"),
+        lifetimes.cuts,
+        hangs=True,
     ),
     "ranks connect under different names": Lifetime(
-        SeededFault(f"{_DG}.connect", "/{scope.renewed}/", "/{scope.rank}/"), lifetimes.collects
+        SeededFault(f"{_DG}.connect", "/{scope.renewed}/", "/{scope.rank}/"),
+        lifetimes.collects,
+        hangs=True,
     ),
     "a new group is a split of all ranks": Lifetime(
         SeededFault(
@@ -167,6 +172,7 @@ LIFETIMES: dict[str, Lifetime] = {
         lifetimes.bound,
         (),
         4,
+        hangs=True,
     ),
     # ---- errors that arrive late ----
     "an error that arrives late is taken as success": Lifetime(
@@ -187,31 +193,32 @@ LIFETIMES: dict[str, Lifetime] = {
         SeededFault(
             f"{_GROUP}.gather_each",
             _EACH,
-            f"self.process_group._start_coalescing(self.device)\n            {_EACH}",
+            f"self.process_group._start_coalescing(self.device)\n        {_EACH}",
         ),
-        *_TRAINS,
+        lifetimes.direct,
+        hangs=True,
     ),
     "a launch is waited for before its end": Lifetime(
         SeededFault(
             f"{_GROUP}.gather_each",
             _EACH,
             "self.process_group._start_coalescing(self.device)\n"
-            "            work = self._send(_GATHERS_EACH, *known, _GATHER)\n"
-            "            self.process_group._end_coalescing(self.device)\n"
-            "            return [work]",
+            "        work = self._send(_GATHERS_EACH, *known, _GATHER)\n"
+            "        self.process_group._end_coalescing(self.device)\n"
+            "        return [work]",
         ),
-        *_TRAINS,
+        lifetimes.direct,
     ),
     "an input changes between start and end of a launch": Lifetime(
         SeededFault(
             f"{_GROUP}.gather_each",
             _EACH,
             "self.process_group._start_coalescing(self.device)\n"
-            "            self._send(_GATHERS_EACH, *known, _GATHER)\n"
-            "            pieces[0].add_(1)\n"
-            "            return [self.process_group._end_coalescing(self.device)]",
+            "        self._send(_GATHERS_EACH, *known, _GATHER)\n"
+            "        pieces[0].add_(1)\n"
+            "        return [self.process_group._end_coalescing(self.device)]",
         ),
-        *_TRAINS,
+        lifetimes.direct,
     ),
     "a launch has another order on a rank": Lifetime(
         SeededFault(

@@ -10,6 +10,7 @@ import gc
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -167,19 +168,20 @@ def _values(model: nn.Module) -> dict[str, Tensor]:
 def cuts(rank: int) -> str:
     """Reductions are under way when the watch cuts the connections: the step is not taken, the model is lost, and after
     a load the ranks connect anew."""
-    case = case_of(Setup())
     with simulated.watched(queries=nccl.is_quiet) as seen:
         model, optimizer = _model()
         _step(model, optimizer, rank, 0)
         values = _values(model)
+        cut = [group.group for group in _data_groups(model)]
         _cut_while_held(model, optimizer, rank)
-        optimizer.zero_grad()
-        model.reset_iter_state()
-        try:
-            case.loss(model, tuple(p.to("simulated") for p in case.batch(1, rank)))
+        for group in cut:
+            try:
+                group.allreduce([torch.ones(1, device="simulated")])
+                return "a communicator that was cut was not aborted"
+            except RuntimeError as error:
+                assert "was aborted" in str(error), str(error)
+        if not _is_lost(model, optimizer, rank):
             return "the model was not lost"
-        except RanksDisagree as error:
-            assert "found it lost on a device" in str(error), str(error)
         optimizer.zero_grad()
         model.load_state_dict(values)
         _step(model, optimizer, rank, 1)
@@ -239,7 +241,6 @@ def reference_of_steps(steps: int) -> dict[str, Tensor]:
 def breaks(rank: int, late: bool) -> str:
     """NCCL's own watchdog ends a communicator: an error of a message that is found later, or its time limit. On their
     streams messages count as arrived then. No step is taken, and the model is lost on all ranks."""
-    case = case_of(Setup())
     with simulated.watched(queries=nccl.is_quiet):
         model, optimizer = _model()
         _step(model, optimizer, rank, 0)
@@ -259,13 +260,8 @@ def breaks(rank: int, late: bool) -> str:
         for name, parameter in model.named_parameters():
             if not torch.equal(parameter.to_local().cpu(), _part_of(before[name], parameter, rank)):
                 return f"{name} was changed"
-        optimizer.zero_grad()
-        model.reset_iter_state()
-        try:
-            case.loss(model, tuple(p.to("simulated") for p in case.batch(1, rank)))
+        if not _is_lost(model, optimizer, rank):
             return "the model was not lost"
-        except RanksDisagree as error:
-            assert "found it lost on a device" in str(error), str(error)
     return "" if not nccl.failures() else nccl.failures()[0]
 
 
@@ -290,17 +286,24 @@ def goes_on(rank: int) -> str:
         _step(model, optimizer, rank, 0)
         groups = _data_groups(model)
         with nccl.failing("reduce-scatter"):
-            case.loss(model, tuple(p.to("simulated") for p in case.batch(1, rank))).backward()
-        assert _until(lambda: any(group.broke for group in groups))
-        lost = False
-        while not lost:  # else it hangs
-            optimizer.zero_grad()
-            model.reset_iter_state()
-            try:
+            with suppress(RuntimeError):  # a later message of it may be refused
                 case.loss(model, tuple(p.to("simulated") for p in case.batch(1, rank))).backward()
-            except RuntimeError as error:
-                lost = lost or "found it lost on a device" in str(error)
-    return "" if lost else "the model was not lost"
+        assert any(group.broke for group in groups)
+        return "" if _is_lost(model, optimizer, rank) else "the model was not lost"
+
+
+def _is_lost(model: Any, optimizer: torch.optim.Optimizer, rank: int) -> bool:
+    """Whether a forward says so, after those that a peer's failure ends."""
+    case = case_of(Setup())
+    while True:
+        optimizer.zero_grad()
+        model.reset_iter_state()
+        try:
+            case.loss(model, tuple(p.to("simulated") for p in case.batch(1, rank))).backward()
+            return False
+        except RuntimeError as error:
+            if "found it lost on a device" in str(error):
+                return True
 
 
 def closes(rank: int) -> str:
@@ -340,6 +343,7 @@ def bound(rank: int) -> str:
             for name in case.units:
                 fullshard.fully_shard(model.get_submodule(name), mesh=mesh, reshard_after_forward=2)
             fullshard.fully_shard(model, mesh=mesh)
+            model.set_separate_reduce_scatter_group()
             case.loss(model, tuple(p.to(device) for p in case.batch(0, rank))).backward()
             options.split_from = None
     finally:

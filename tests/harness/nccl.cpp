@@ -89,7 +89,7 @@ struct Message {
   std::string where;
   Clock::time_point begun = Clock::now();
   int after = 0;
-  bool may_run = false, held = false, over = false, aborted = false;
+  bool may_run = false, held = false, fails = false, over = false, aborted = false;
   std::exception_ptr error;
   Clock::time_point error_at{};
   std::string late;  // an error that the watchdog finds later
@@ -262,7 +262,13 @@ void Comm::run() {
     }
     // It lets go of its memory before it is over.
     message->parts.clear();
-    std::lock_guard<std::mutex> hold(c.lock);
+    std::unique_lock<std::mutex> hold(c.lock);
+    if (message->fails && message->late.empty()) message->late = "NCCL error: unhandled system error (injected)";
+    if (!message->late.empty()) {
+      // Its kernel would not end before the watchdog finds the error and aborts.
+      c.changed.wait(hold, [&] { return aborted || c.is_over; });
+      return;
+    }
     if (!queue.empty() && queue.front() == message) {
       queue.pop_front();
       --c.queued;
@@ -327,7 +333,7 @@ void Comm::run(Message& message) {
     {
       std::lock_guard<std::mutex> hold(control().lock);
       if (aborted) return;
-      if (!message.late.empty()) continue;  // fails: nothing arrives
+      if (message.fails) continue;  // nothing arrives
     }
     for (size_t i = 0; i < part.writes.size(); i++) {
       if (was_freed(part.writes[i]))
@@ -474,7 +480,7 @@ struct Nccl final : Backend {
 
   // ---- communicators ----
   std::shared_ptr<Comm> comm(c10::Device device, bool asked) {
-    TORCH_CHECK(device.type() == kDevice, "NCCL: Tensors must be CUDA and dense, found a device of type ", device.type());
+    TORCH_CHECK(device.type() == kDevice, "Tensors must be CUDA and dense, found a device of type ", device.type());
     {
       std::lock_guard<std::mutex> hold(control().lock);
       auto found = comms_.find(device.index());
@@ -544,33 +550,33 @@ struct Nccl final : Backend {
 
   // ---- messages ----
   void check(const at::Tensor& t) {
-    TORCH_CHECK(t.device().type() == kDevice && !t.is_sparse(), "NCCL: Tensors must be CUDA and dense, found one on ", t.device());
-    TORCH_CHECK(t.is_contiguous(t.suggest_memory_format()), "NCCL: Tensors must be contiguous");
+    TORCH_CHECK(t.device().type() == kDevice && !t.is_sparse(), "Tensors must be CUDA and dense, found one on ", t.device());
+    TORCH_CHECK(t.is_contiguous(t.suggest_memory_format()), "Tensors must be contiguous");
     switch (t.scalar_type()) {
       case at::kFloat: case at::kDouble: case at::kHalf: case at::kBFloat16: case at::kByte: case at::kChar: case at::kInt:
       case at::kLong: case at::kBool:
         return;
       default:
-        TORCH_CHECK_WITH(TypeError, false, "NCCL: Input tensor data type is not supported for NCCL process group: ", t.scalar_type());
+        TORCH_CHECK_WITH(TypeError, false, "Input tensor data type is not supported for NCCL process group: ", t.scalar_type());
     }
   }
   void check(const Tensors& tensors) {
-    TORCH_CHECK(!tensors.empty(), "NCCL: Tensor list must be nonempty");
+    TORCH_CHECK(!tensors.empty(), "Tensor list must be nonempty");
     for (const auto& t : tensors) {
       check(t);
-      TORCH_CHECK_WITH(TypeError, t.scalar_type() == tensors[0].scalar_type(), "NCCL: Tensors must have identical type");
-      TORCH_CHECK(t.device() == tensors[0].device(), "NCCL: Tensors must be on the same device");
+      TORCH_CHECK_WITH(TypeError, t.scalar_type() == tensors[0].scalar_type(), "Tensors must have identical type");
+      TORCH_CHECK(t.device() == tensors[0].device(), "Tensors must be on the same device");
     }
   }
   void check(const c10d::ReduceOp& op, const at::Tensor& t) {
     if (op == c10d::ReduceOp::PREMUL_SUM) {
       std::lock_guard<std::mutex> hold(control().lock);
-      TORCH_CHECK(control().premultiplies, "NCCL: PREMUL_SUM requires NCCL 2.11.1 or later");
-      TORCH_CHECK(t.is_floating_point(), "NCCL: PREMUL_SUM requires a floating dtype");
+      TORCH_CHECK(control().premultiplies, "PREMUL_SUM requires NCCL 2.11.1 or later");
+      TORCH_CHECK(t.is_floating_point(), "PREMUL_SUM requires a floating dtype");
     }
-    TORCH_CHECK(!(op == c10d::ReduceOp::AVG && t.scalar_type() == at::kBool), "NCCL: Cannot use ReduceOp.AVG with Boolean inputs");
+    TORCH_CHECK(!(op == c10d::ReduceOp::AVG && t.scalar_type() == at::kBool), "Cannot use ReduceOp.AVG with Boolean inputs");
     TORCH_CHECK(op != c10d::ReduceOp::BAND && op != c10d::ReduceOp::BOR && op != c10d::ReduceOp::BXOR,
-                "NCCL: Cannot use ReduceOp.BAND, BOR or BXOR with NCCL");
+                "Cannot use ReduceOp.BAND, BOR or BXOR with NCCL");
   }
   at::Tensor reduced(const std::vector<Tensors>& read, size_t i, const c10d::ReduceOp& op) {
     auto total = read[0][i].clone();
@@ -653,7 +659,7 @@ struct Nccl final : Backend {
     message->after = std::uniform_int_distribution<int>(0, c.latest - 1)(c.draws);
     for (const auto& part : message->parts) {
       message->held = message->held || c.held.count(part.kind);
-      if (c.failing.count(part.kind)) message->late = "NCCL error: unhandled system error (injected)";
+      message->fails = message->fails || c.failing.count(part.kind);
     }
     message->may_run = !message->held && message->after == 0;
     one->queue.push_back(message);
@@ -680,10 +686,10 @@ struct Nccl final : Backend {
   // ---- calls ----
   c10::intrusive_ptr<Work> gathers(Tensors outputs, Tensors inputs, c10d::OpType type) {
     check(inputs), check(outputs);
-    TORCH_CHECK(inputs.size() == outputs.size(), "NCCL: expected as many outputs as inputs");
+    TORCH_CHECK(inputs.size() == outputs.size(), "expected as many outputs as inputs");
     for (size_t i = 0; i < inputs.size(); i++) {
-      TORCH_CHECK_WITH(TypeError, inputs[i].scalar_type() == outputs[i].scalar_type(), "NCCL: output tensor must have the same type as input tensor");
-      TORCH_CHECK_WITH(ValueError, inputs[i].numel() * size_ == outputs[i].numel(), "NCCL: output tensor size must be equal to world_size times input tensor size");
+      TORCH_CHECK_WITH(TypeError, inputs[i].scalar_type() == outputs[i].scalar_type(), "output tensor must have the same type as input tensor");
+      TORCH_CHECK_WITH(ValueError, inputs[i].numel() * size_ == outputs[i].numel(), "output tensor size must be equal to world_size times input tensor size");
     }
     return issue(type, {"all-gather", inputs, outputs, {}, [](const auto& read, Tensors& out) {
       for (size_t i = 0; i < out.size(); i++) {
@@ -694,11 +700,11 @@ struct Nccl final : Backend {
   }
   c10::intrusive_ptr<Work> scatters(Tensors outputs, Tensors inputs, c10d::ReduceOp op, c10d::OpType type) {
     check(inputs), check(outputs);
-    TORCH_CHECK(inputs.size() == outputs.size(), "NCCL: expected as many outputs as inputs");
+    TORCH_CHECK(inputs.size() == outputs.size(), "expected as many outputs as inputs");
     for (size_t i = 0; i < inputs.size(); i++) {
       check(op, inputs[i]);
-      TORCH_CHECK_WITH(TypeError, inputs[i].scalar_type() == outputs[i].scalar_type(), "NCCL: input tensor must be the same type as the output tensor");
-      TORCH_CHECK_WITH(ValueError, outputs[i].numel() * size_ == inputs[i].numel(), "NCCL: input tensor must be the same size as output size times world size");
+      TORCH_CHECK_WITH(TypeError, inputs[i].scalar_type() == outputs[i].scalar_type(), "input tensor must be the same type as the output tensor");
+      TORCH_CHECK_WITH(ValueError, outputs[i].numel() * size_ == inputs[i].numel(), "input tensor must be the same size as output size times world size");
     }
     return issue(type, {"reduce-scatter", inputs, outputs, {}, [this, op, rank = rank_, size = size_](const auto& read, Tensors& out) {
       for (size_t i = 0; i < out.size(); i++) out[i].view({-1}).copy_(reduced(read, i, op).view({size, -1})[rank]);
@@ -724,7 +730,7 @@ struct Nccl final : Backend {
     }}, blocks);
   }
   c10::intrusive_ptr<Work> allreduce(Tensors& tensors, const c10d::AllreduceOptions& o) override {
-    TORCH_CHECK(tensors.size() == 1, "NCCL: Expecting one tensor only");
+    TORCH_CHECK(tensors.size() == 1, "Expecting one tensor only");
     return allreduces(tensors, o.reduceOp);
   }
   c10::intrusive_ptr<Work> allreduce_coalesced(Tensors& tensors, const c10d::AllreduceCoalescedOptions& o) override {
@@ -840,9 +846,8 @@ void watch() {
         auto now = Clock::now();
         for (auto& message : group->watched_) {
           bool late = !message->over && now > message->begun + group->options_->timeout;
-          if (message->over && message->late.empty()) continue;
-          if (late) message->late = "Watchdog caught collective operation timeout";
-          if (message->late.empty() || (!message->over && !late)) continue;
+          if (late && message->late.empty()) message->late = "Watchdog caught collective operation timeout";
+          if (message->late.empty()) continue;
           signals = signals || !message->aborted;
           if (group->error_ == c10d::ErrorType::SUCCESS && !message->aborted)
             group->error_ = late ? c10d::ErrorType::TIMEOUT : c10d::ErrorType::COMM_ERROR;

@@ -205,7 +205,12 @@ def stuck(records: Mapping[int, Record], over: Iterable[tuple[str, int]] = ()) -
     """The greatest set of ranks each of which waits for one of the set: none of them can continue."""
     failed = [one for record in records.values() for one in record.said.get("failed", {}).items()]
     over = {*over, *((scope, said["epoch"]) for scope, said in failed)}
-    waiting = {rank: record for rank, record in records.items() if record.wait is not None and _proves(record, over)}
+    # A wait for the reason of a closed connection ends by itself.
+    waiting = {
+        rank: record
+        for rank, record in records.items()
+        if record.wait is not None and record.said["wait"]["also"] != "closed" and _proves(record, over)
+    }
     # Ranks by wait; and for each wait, the absent ranks that wait themselves.
     members: dict[tuple[object, ...], list[int]] = {}
     for rank, record in waiting.items():
