@@ -413,6 +413,18 @@ def test_a_table_that_repeats_itself_is_not_read_to_its_end(saved: Path) -> None
 # ---- formats that are refused ----------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("strides", [None, (3, 1)])
+def test_metadata_of_torch_2_15_are_read(strides: object, saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its properties of a tensor have one item more, its strides, which torch up to 2.14 cannot unpickle."""
+    from torch.distributed.checkpoint.metadata import TensorProperties
+
+    metadata = _metadata(saved)
+    expected = index_of(pickle.dumps(metadata))
+    state = TensorProperties.__getstate__
+    monkeypatch.setattr(TensorProperties, "__getstate__", lambda self: (*state(self)[:5], strides))
+    assert index_of(pickle.dumps(metadata)) == expected
+
+
 @behaviour(
     "what other programs saved and is not read (ShardedTensors, flat parameters) is refused with the way out",
     area="checkpoints",
