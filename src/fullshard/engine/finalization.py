@@ -12,6 +12,7 @@ lost, and what earlier micro-batches kept stays.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Collection, Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -120,6 +121,23 @@ def refuse_unfinished(root: Root, what: str) -> None:
             f"before, or set_requires_gradient_sync(False) before all backwards of a step and True before "
             f"finalize_backward()"
         )
+
+
+def lost_gradients(units: Sequence[Unit], without: Collection[Unit]) -> RuntimeError | None:
+    """The error for units `without` gradients of weights, although a backward computed those of their inputs.
+
+    Zero-bubble schedules split the backward and assign weight gradients to the full parameters themselves. They look up
+    these parameters before the backward: a unit that was resharded after forward shows shards and gets none.
+    """
+    lost = [unit for unit in units if unit in without]
+    if not lost:
+        return None
+    return RuntimeError(
+        f"{lost[0].record.name}: expected gradients of its weights, found backwards that computed those of its "
+        f"inputs alone ({len(lost)} of {len(units)} units): a schedule that splits the backward (zero "
+        f"bubble) needs full weights between forward and backward; use "
+        f"fully_shard(..., reshard_after_forward=False), or a schedule that does not (1F1B, interleaved 1F1B)"
+    )
 
 
 # Roots whose gradients are under way, by id.

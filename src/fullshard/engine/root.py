@@ -31,7 +31,7 @@ from ..schedule import Command, Event, Full, RunRecord, UnitRecord, Use, rules
 from .agreement import Agreement
 from .backward import RunningBackward, SavedTensorHooks
 from .executor import Executor
-from .finalization import note_under_way, refuse_below, refuse_unfinished
+from .finalization import lost_gradients, note_under_way, refuse_below, refuse_unfinished
 from .optimizer_steps import clean_name, expect_backward, follow_steps, note_backward, parameter_names
 from .order import MessageOrder, own_by_root
 from .recovery import Peers, Recovery
@@ -326,25 +326,15 @@ class Root:
         return self.run.has_leftovers
 
     def finalize(self) -> None:
-        """Send what the backwards of the step kept; `wait_finalize` must follow.
-
-        Zero-bubble schedules split the backward and assign weight gradients to the full parameters themselves. They
-        look up these parameters before the backward: a unit that was resharded after forward shows shards and would get
-        no gradients, which raises `RuntimeError`.
-        """
+        """Send what the backwards of the step kept; `wait_finalize` must follow. Raises `RuntimeError` where a split
+        backward lost gradients (`lost_gradients`)."""
         inputs_only, self._backward.inputs_only = self._backward.inputs_only, set()
         for unit in self.units:
             unit.gradients.take_assigned()
-        without = {unit for unit, _ in inputs_only}
-        lost = [unit for unit in self.units if unit in without]
-        if lost:
+        lost = lost_gradients(self.units, {unit for unit, _ in inputs_only})
+        if lost is not None:
             self.reset()
-            raise RuntimeError(
-                f"{lost[0].record.name}: expected gradients of its weights, found backwards that computed those of its "
-                f"inputs alone ({len(lost)} of {len(self.units)} units): a schedule that splits the backward (zero "
-                f"bubble) needs full weights between forward and backward; use "
-                f"fully_shard(..., reshard_after_forward=False), or a schedule that does not (1F1B, interleaved 1F1B)"
-            )
+            raise lost
         note_backward(self)
         must_send = self.executor.must_send
         present = [unit.gradients.arrived != 0 or (unit.record.plan.sync and must_send(unit)) for unit in self.units]
