@@ -333,7 +333,7 @@ def faulty(at):
         {code}
     yield {{"fine": True}}
 ranks.CHECKS["clip"] = faulty
-ranks.CHECK_SECONDS = 4.0
+ranks.CHECK_SECONDS = 2.0
 popen = ranks.subprocess.Popen
 ranks.subprocess.Popen = lambda command, **more: popen(
     [part if part != "benchmarks.gpu_ranks" else "faulty_ranks" for part in command], **more)
