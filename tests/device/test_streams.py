@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from datetime import timedelta
 from typing import Any
 
@@ -44,6 +46,37 @@ def _one_after_the_other(rank: int) -> list[str]:
 
 def test_whole_steps_may_change_the_stream() -> None:
     assert pool(2, backend="nccl").run(_one_after_the_other) == [[], []]
+
+
+def _captured(rank: int) -> tuple[list[str], str]:
+    """A graph is captured while messages are under way; then one of the model itself."""
+    from fullshard.engine import unit_of
+    from fullshard.guard.watch import _under_way
+    from tests.harness import simulated
+
+    model, _ = _model()
+    # No event is over, so the watch has something to ask for.
+    with simulated.watched(queries=lambda: False):
+        _loss(model, rank).backward()
+        scopes = unit_of(model).root.scopes  # type: ignore[union-attr]
+        assert any(_under_way(scope) for scope in scopes)
+        with simulated.graph() as graph:
+            looks = threading.Thread(target=lambda: [_under_way(scope) for scope in scopes])
+            looks.start()
+            looks.join()
+            time.sleep(0.3)  # the watch's own thread looks four times a second
+            broken = list(graph.broken)
+            try:
+                model(CASE.batch(0, rank)[0].to("simulated"))
+            except RuntimeError as error:
+                return broken, str(error)
+    return broken, ""
+
+
+def test_nobody_asks_the_device_while_a_graph_is_captured() -> None:
+    for broken, said in pool(2, backend="nccl").run(_captured):
+        assert broken == []
+        assert "expected no graph to be captured" in said and "all-gather" in said
 
 
 def _fails_in_backward(rank: int) -> tuple[str, list[torch.Tensor]]:

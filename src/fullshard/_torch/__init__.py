@@ -155,7 +155,7 @@ from .modules import (
     run_first,
     swappable,
 )
-from .streams import current_stream_of
+from .streams import capturing, current_stream_of, is_capturing_elsewhere
 
 if TYPE_CHECKING:
 
@@ -183,6 +183,7 @@ __all__ = [
     "backend_of",
     "base_of",
     "buffers_of",
+    "capturing",
     "children_of",
     "concatenated_mesh",
     "current_backward",
@@ -199,6 +200,7 @@ __all__ = [
     "gradient_versions",
     "hand_over_hooks",
     "in_transform",
+    "is_capturing_elsewhere",
     "is_write",
     "issued_by_group",
     "keeping_versions",

@@ -34,7 +34,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .._torch import backend_of, default_store, error_of, nccl_watchdog, same_group
+from .._torch import (
+    backend_of,
+    capturing,
+    default_store,
+    error_of,
+    is_capturing_elsewhere,
+    nccl_watchdog,
+    same_group,
+)
 from ..guard import Fault, Scope, Wait, wait_until
 
 # ---- pairs -----------------------------------------------------------------------------------------------------------
@@ -217,7 +225,15 @@ class DataGroup:
                 group.shutdown()
 
     def issue(self, call: str | Callable[..., Any], *args: Any) -> Sent:
-        """Run `call(*args)`, which sends one message over `group` and returns its work; or the method of that name."""
+        """Run `call(*args)`, which sends one message over `group` and returns its work; or the method of that name.
+
+        Raises `RuntimeError` while the current stream captures a graph."""
+        if self.on_streams and capturing(self.device)():
+            raise RuntimeError(
+                f"{self.scope.told or self.name}: expected no graph to be captured where ranks exchange a message, "
+                f"found that the current stream captures one, whose replays would leave out what ranks compare; "
+                f"capture what modules compute between messages, and run the sharded model outside of the capture"
+            )
         if self._renewed != self.scope.renewed:
             self.connect()
         begun = 0 if self.observer is None else self.observer.now()
@@ -248,7 +264,10 @@ class DataGroup:
         return all_sent
 
     def oldest(self) -> Sent | None:
-        """The oldest message in flight on a device, or None."""
+        """The oldest message in flight on a device, or None; None, too, while a graph is captured, when no thread may
+        ask the device."""
+        if not self._under_way or is_capturing_elsewhere(self.device):
+            return None
         while self._under_way and self._under_way[0].is_completed:
             self._under_way.popleft()
         return self._under_way[0] if self._under_way else None

@@ -421,6 +421,11 @@ class CustomBuffers(BufferPool):
         super().__init__(keep=False)
         self._comm = comm
 
+    @property
+    def reuses(self) -> bool:
+        """The caller's memory: it may be."""
+        return True
+
     def take(
         self,
         key: int,

@@ -54,6 +54,16 @@ class BufferPool:
         self._ended: set[int] = set()
 
     @property
+    def keeps(self) -> bool:
+        """Whether buffers that come back are kept, with what is in them, for the next `take`."""
+        return self._keep
+
+    @property
+    def reuses(self) -> bool:
+        """Whether a buffer that came back may be written while a tensor still shows its memory."""
+        return self._keep
+
+    @property
     def nbytes(self) -> int:
         """Bytes of all buffers of this pool that are kept, in use or free."""
         return self._nbytes

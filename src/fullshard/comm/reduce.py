@@ -179,9 +179,10 @@ class FlatReduce(MessageReduce):
 
 
 class _Flat(FirstStage):
-    reuses = True
+    in_send_buffer = True
 
     def __init__(self, pool: BufferPool, send: Slot) -> None:
+        self.reuses = pool.reuses
         self._pool = pool
         self._send = send
 

@@ -36,6 +36,8 @@ class Dtypes(NamedTuple):
 class FirstStage(ABC):
     """The sum over the shard ranks, in flight."""
 
+    # Whether it sends nothing: the chunk is the send buffer, in which the replicas sum.
+    in_send_buffer = False
     # Whether the sum is in a buffer that will be reused, so that the caller must get a copy.
     reuses = False
 
@@ -157,10 +159,28 @@ class LocalReduce:
         keep: bool = False,
         carried: Comparison | None = None,
     ) -> Reduction:
-        if self._factor is not None:
-            gradients = [None if g is None else g / self._factor for g in gradients]
-        # `contiguous`: an expanded zero for a missing gradient cannot be written.
-        return _Local([None if g is None else g.to(self._dtype).contiguous() for g in gradients])
+        found = [gradient for gradient in gradients if gradient is not None]
+        dtypes = {gradient.dtype for gradient in found}
+        if not found or (self._factor is None and dtypes == {self._dtype}):
+            # `contiguous`: an expanded zero for a missing gradient cannot be written.
+            return _Local([None if gradient is None else gradient.contiguous() for gradient in gradients])
+        factor = self._factor
+        if factor is not None and len(dtypes) > 1:
+            found, factor = [gradient / factor for gradient in found], None
+        # One buffer, so that an operation is one kernel and not one for each gradient. Divided before the cast.
+        dtype = self._dtype if factor is None else found[0].dtype
+        flat = torch.empty(sum(map(Tensor.numel, found)), dtype=dtype, device=found[0].device)
+        torch._foreach_copy_(_pieces(flat, found), found)
+        if factor is not None:
+            flat = flat.div_(factor).to(self._dtype)
+        parts = iter(_pieces(flat, found))
+        return _Local([None if gradient is None else next(parts) for gradient in gradients])
+
+
+def _pieces(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+    """`flat`, cut into contiguous tensors of the shapes of `like`."""
+    pieces = flat.split([tensor.numel() for tensor in like])
+    return [piece.view(tensor.shape) for piece, tensor in zip(pieces, like, strict=True)]
 
 
 class _Local:
@@ -252,8 +272,7 @@ class StagedReduction:
         self.present: HostCopy | None = None
         self._total: Tensor | None = None
         self._work: Work | None = None
-        if first.reuses:
-            # The first stage sent nothing.
+        if first.in_send_buffer:
             self.advance()
 
     @property
@@ -266,7 +285,7 @@ class StagedReduction:
 
     @property
     def keeps_send_buffer(self) -> bool:
-        return self._first.reuses
+        return self._first.in_send_buffer
 
     @property
     def held_nbytes(self) -> int:
@@ -274,7 +293,7 @@ class StagedReduction:
 
     @property
     def nbytes(self) -> int:
-        return 0 if self._total is None or self._work is None or self._first.reuses else self._total.nbytes
+        return 0 if self._total is None or self._work is None or self._first.in_send_buffer else self._total.nbytes
 
     def advance(self) -> None:
         self._advanced()
@@ -378,6 +397,10 @@ class _Target(NamedTuple):
         return cls(index, regions, (ranks, block) if outer == 1 else None)
 
 
+# An operation for each range of padding, or, of more than so many, one for the whole buffer.
+_PADDINGS = 3
+
+
 class MessageReduce:
     """Base of the strategies over several ranks: the send buffer and the shapes of the result."""
 
@@ -404,6 +427,7 @@ class MessageReduce:
             (shape := segment.layout.local_shape(group.rank), contiguous_stride(shape), segment.offset)
             for segment in pack.segments
         ]
+        self._zeroed = layout.padding if len(layout.padding) <= _PADDINGS else ((0, layout.message_numel),)
         self._world = world
         self._all_present = len(pack.segments)
         self._keys: dict[tuple[str, torch.dtype], int] = {}
@@ -454,8 +478,13 @@ class MessageReduce:
 
     def fill(self, gradients: Sequence[Tensor | None], dtype: torch.dtype) -> tuple[Slot, bool]:
         """A send buffer with packed gradients and their flags; and whether all gradients, direct ones too, exist."""
-        # Padding is zeroed once and never written.
-        slot = self.pool.take(self.key("send", dtype), self.numel, dtype, self.device, self._send_views, zeroed=True)
+        # Other ranks receive its padding. Of a kept buffer that is zeroed once and never written.
+        keeps = self.pool.keeps
+        slot = self.pool.take(self.key("send", dtype), self.numel, dtype, self.device, self._send_views, zeroed=keeps)
+        if not keeps:
+            chunks = slot.tensor.view(self._world, -1)
+            for start, stop in self._zeroed:
+                chunks[:, start:stop].zero_()
         grad_present = slot.views[-1]
         sources, destinations = [], []
         complete = True

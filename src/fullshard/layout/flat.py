@@ -345,6 +345,26 @@ class ReduceLayout:
                 found.append((start, stop))
         return tuple(found)
 
+    @cached_property
+    def padding(self) -> tuple[tuple[int, int], ...]:
+        """The ranges [start, stop) of every rank's part of the message that, for some rank, neither a gradient nor a
+        flag is written to. The facts are among them, because not every message carries any.
+
+        Below: the third row of rank 0, which rank 1 lacks; the alignment of the second parameter, and of the flags.
+
+        >>> from fullshard.layout import ShardLayout
+        >>> pack = FlatLayout.build([ShardLayout((5, 3), world=2), ShardLayout((4,), world=2)], align_numel=4)
+        >>> ReduceLayout(pack, facts_numel=0).padding
+        ((6, 12), (14, 16), (18, 20))
+        """
+        segments = [self.pack.segments[index] for index in self.packed]
+        # The last rank has the fewest elements of each.
+        fewest = [(segment.offset, segment.layout.local_numel(self.pack.world - 1)) for segment in segments]
+        written = [*fewest, (self.grad_present_offset, len(self.pack.segments))]
+        starts = [*(offset for offset, _ in written[1:]), self.chunk_numel]
+        pairs = [(offset + numel, start) for (offset, numel), start in zip(written, starts, strict=True)]
+        return tuple((a - self.message_start, b - self.message_start) for a, b in pairs if a < b)
+
     def regions(self, index: int) -> tuple[SendRegion, ...]:
         """The regions of the contiguous gradient of packed parameter `index`, with their places in the send buffer.
 
