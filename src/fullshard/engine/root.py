@@ -554,8 +554,7 @@ def _settle(unit: Unit) -> None:
     root = formed(unit)
     if root is not None and unit.record.full is Full.PENDING:
         root.wait_unshard(unit)
-    stream = None if root is None else root.stream
-    if root is not None and stream is not None and stream.current() != stream.stream:
+    if root is not None and root.stream is not None and root.stream.current() != root.stream.stream:
         root.reshard(unit)
 
 
