@@ -6,6 +6,7 @@ import copy
 import functools
 import os
 import re
+import shutil
 import tempfile
 from collections import Counter
 from collections.abc import Callable
@@ -496,3 +497,95 @@ def _(rank: int, title: str) -> None:
     model, aux = fully_shard(seeded(lambda: Collects(in_place)), mp_policy=row["policy"]), [torch.zeros(1)]
     model(torch.ones(2, 4, dtype=torch.bfloat16), aux)
     assert aux[0] != 0
+
+
+@symptom("Another library does not know the class")
+def _(rank: int, title: str) -> None:
+    model = shard(build())
+    row = Row(title, model=model, registry={Model: "a model"})
+    assert row.see() == ["FSDPModel", None]
+    assert row.mend() == ["Model", "a model"]
+    assert row.see() == ["FSDPModel", None]
+
+
+class Scaled(nn.Module):
+    """(n, 4) -> (n, 4), with the temperature of a CLIP."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.logit_scale = nn.Parameter(torch.tensor(2.6592))
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.linear(x) * self.logit_scale.exp()
+        return output
+
+
+@symptom("A parameter has no dims")
+def _(rank: int, title: str) -> None:
+    row = Row(title, model=seeded(Scaled))
+    with pytest.raises(ValueError, match=r"logit_scale: .* found a scalar.*ignored_params, or in wrap\.ignored"):
+        row.see()
+    row.mend()
+    model, optimizer = row["model"], row["optimizer"]
+    plain: Any = seeded(Scaled)
+    reference = torch.optim.AdamW(plain.parameters(), lr=1e-2)
+    world = dist.get_world_size()
+    for step in range(2):
+        parts = [torch.randn(3, 4, generator=torch.Generator().manual_seed(10 * step + one)) for one in range(world)]
+        model(parts[rank]).square().mean().backward()
+        plain(torch.cat(parts)).square().mean().backward()
+        # The sum of the ranks' gradients, each rounded, divided by a power of two.
+        assert tolerance.close(model.logit_scale.grad, plain.logit_scale.grad)
+        for one in (optimizer, reference):
+            one.step()
+            one.zero_grad()
+    every = [torch.zeros(()) for _ in range(world)]
+    dist.all_gather(every, model.logit_scale.detach())
+    assert all(torch.equal(one, every[0]) for one in every)
+    config = {"wrap": {"by": "plan", "plan": ["linear"], "ignored": ["logit_scale"]}}
+    model = seeded(Scaled)
+    fullshard.prepare_fully_shard(model, None, config, show=False)
+    assert not isinstance(model.logit_scale, DTensor) and isinstance(model.linear.weight, DTensor)
+
+
+@symptom("What was frozen trains now")
+def _(rank: int, title: str) -> None:
+    first = build()
+    first.layers.requires_grad_(False)
+    shard(first)
+    optimizer = torch.optim.AdamW([p for p in first.parameters() if p.requires_grad], lr=0.1)
+    square(first, tokens_of(rank)).backward()
+    optimizer.step()
+    _, stored = fullshard.checkpoint.get_state_dict(first, optimizer)
+    model = shard(build())
+    row = Row(title, model=model, optimizer=torch.optim.AdamW(model.parameters(), lr=0.1), stored=stored)
+    with pytest.raises(fullshard.checkpoint.CheckpointMismatch, match=r"missing: layers.*in no stored group"):
+        row.see()
+    row.mend()
+    square(model, tokens_of(rank)).backward()
+    row["optimizer"].step()
+    steps = {name: int(row["optimizer"].state[p]["step"]) for name, p in model.named_parameters()}
+    assert all(count == (1 if name.startswith("layers") else 2) for name, count in steps.items())
+
+
+@symptom("The exported file has base and adapters")
+def _(rank: int, title: str) -> None:
+    from peft import LoraConfig, get_peft_model
+    from safetensors.torch import load_file
+
+    model = seeded(lambda: get_peft_model(Model(), LoraConfig(r=2, target_modules=["head"], init_lora_weights=False)))
+    fully_shard(model)
+    folders = [tempfile.mkdtemp() if rank == 0 else ""]
+    dist.broadcast_object_list(folders)
+    folder = Path(folders[0])
+    row = Row(title, model=model, folder=folder)
+    assert row.see() == [["base_model.model.head.base_layer.weight"]]
+    row.mend()
+    if rank == 0:
+        names = {
+            part: sorted(load_file(next((folder / part).glob("*.safetensors")))) for part in ("adapters", "merged")
+        }
+        assert names["adapters"] == [f"base_model.model.head.lora_{one}.weight" for one in "AB"]
+        assert names["merged"] == sorted(Model().state_dict())
+        shutil.rmtree(folder)

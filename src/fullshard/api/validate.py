@@ -376,7 +376,8 @@ def check_parameters(found: Iterable[Found], roots: Sequence[nn.Module]) -> None
         if parameter.ndim == 0:
             raise ValueError(
                 f"{name}: expected a parameter with at least one dim, found a scalar. "
-                f"Change {name} to a 1D tensor with numel equal to 1"
+                f"Change {name} to a 1D tensor with numel equal to 1, or keep it whole on every rank: name it in "
+                f"ignored_params, or in wrap.ignored of prepare_fully_shard, and average its gradient in your own code"
             )
         if not parameter.is_contiguous():
             raise NotImplementedError(
