@@ -84,6 +84,8 @@ PRIVATE_ALLOWED: dict[tuple[str, str], str] = {
     ("migrate/activations.py", "'_activation_checkpointing'"): "a mark of Composer's on modules; no name of torch's",
     ("checkpoint/formats/pickle_tree.py", "._Unpickler"): "of Python's pickle: its reader with a table of opcodes",
     ("api/classes.py", "'_CAN_RECORD_REGISTRY'"): "transformers: which outputs a class can record; no name of torch's",
+    ("checkpoint/formats/adapters.py", "'_hf_peft_config_loaded'"): "transformers: adapters that it put in itself",
+    ("checkpoint/formats/adapters.py", "._parameters"): "copies a module with other tensors, as torch's own copy does",
     ("checkpoint/formats/pretrained.py", "._weight_conversions"): "transformers: what save_pretrained undoes",
     ("checkpoint/formats/writings.py", "'_weight_conversions'"): "the same",
     ("checkpoint/formats/writings.py", "'_keys_to_ignore_on_save'"): "transformers: what its files leave out",
