@@ -316,6 +316,7 @@ def mark_initialized(module: nn.Module) -> None:
 # ---- initialisers to call ------------------------------------------------------------------------------------
 
 _Call = tuple[nn.Module, Callable[[], object]]
+_PRIVATE_RESET = "_reset_parameters"
 
 
 class _Stage(NamedTuple):
@@ -361,18 +362,20 @@ def _call_for(
         return module, foreign[module]
     where = f"{stage.names[module] or 'the model'} ({type(module).__name__})"
     missing = [name for name, tensor in _own_named(module) if id(tensor) in lost]
-    reset = getattr(module, "reset_parameters", None)
-    weights = getattr(module, "init_weights", None)
+    # torch's attention and its Transformer have theirs under a private name.
+    reset = getattr(module, "reset_parameters", getattr(module, _PRIVATE_RESET, None))
+    weights = getattr(module, "init_weights", getattr(module, _PRIVATE_RESET, None) if not missing else None)
     hooks: list[Callable[[], object]] = []
     if missing and callable(reset) and takes_no_argument(reset):
         hooks.append(reset)
     if callable(weights):
         others = _crossed(module, stage.unit)
         if others or not takes_no_argument(weights):
+            named = getattr(weights, "__name__", "init_weights")
             why = f"reaches into {len(others)} other units" if others else "takes arguments"
             raise ValueError(
                 f"init: expected initialisers that take no argument and stay within one unit, found {where}, whose "
-                f"init_weights {why}; pass init=, a function that initialises the module it is given, or call "
+                f"{named} {why}; pass init=, a function that initialises the module it is given, or call "
                 f"to_empty(device=...) and initialise the shards yourself"
             )
         hooks.append(weights)

@@ -28,6 +28,7 @@ from torch.optim import Optimizer
 from .._torch import dtensor_like, hand_over_hooks, local_of, run_first
 from ..param import Found, ShardedParam, Slot, can_digest, local_part, note_loaded
 from .optimizer_steps import dotted_name, first_few, refuses_steps
+from .padding_rows import note_row_loaded
 from .recovery import units_restored
 from .root import formed
 from .unit import Unit
@@ -208,6 +209,9 @@ class _ModuleHooks:
             for place in self._places
             if isinstance(value := state_dict.get(prefix + place.slot.name), Tensor) and can_digest(value)
         }
+        for place in self._places if self._unit.unproven else ():
+            if prefix + place.slot.name in state_dict:
+                note_row_loaded(place.param)
         self._before = [(place.slot, place.slot.get()) for place in self._places]
         for (slot, parameter), place in zip(self._before, self._places, strict=True):
             value = state_dict.get(prefix + slot.name)

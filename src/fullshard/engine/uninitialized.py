@@ -20,6 +20,7 @@ from ..comm import sum_over
 from ..guard import Scope
 from ..param import are_poisoned, is_poisoned, local_data, poison
 from .optimizer_steps import clean_name, parameter_names
+from .padding_rows import note_rows_emptied, refuse_padding_rows
 from .unit import Unit
 
 # ---- without values --------------------------------------------------------------------------------------------------
@@ -85,6 +86,7 @@ class _EmptyCalls(TorchFunctionMode):
 def note_uninitialized(unit: Unit) -> None:
     """Check `unit` in the next forward."""
     unit.unproven = True
+    note_rows_emptied(unit.params)
     if unit.root is not None:
         unit.root.unproven.some = True
 
@@ -265,6 +267,8 @@ def prove_initialized(units: Sequence[Unit]) -> None:
             f"Was a checkpoint loaded on one rank only? If intended, call fullshard.mark_initialized(model)",
             stacklevel=2,
         )
+    with torch.inference_mode(False):
+        refuse_padding_rows(units, top)
     for unit in units:
         unit.unproven = False
 
