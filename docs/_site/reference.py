@@ -52,7 +52,7 @@ API: dict[str, tuple[str, str, dict[str, tuple[str, ...]]]] = {
             "Optimizers and gradients": (
                 "clip_grad_norm_", "step_on_shards", "rebind_optimizer", "step_in_backward", "StepInBackward",
             ),
-            "Full parameters": ("full_params",),
+            "Full parameters": ("full_params", "unit_open"),
             "Micro-batches and uneven data": ("MicroBatches", "joined", "Turn"),
             "Failures and checks": (
                 "guard", "PeerFailed", "RanksDisagree", "check_gradients", "GradientCheck", "NonFiniteError",

@@ -70,6 +70,7 @@ __all__ = [
     "step_on_shards",
     "sync_module_states",
     "uninstall",
+    "unit_open",
 ]
 
 

@@ -26,6 +26,7 @@ from .api import share_comm_ctx as share_comm_ctx
 from .api import step_on_shards as step_on_shards
 from .api import sync_module_states as sync_module_states
 from .api import uninstall as uninstall
+from .api import unit_open as unit_open
 from .checkpoint.formats import load_pretrained as load_pretrained
 from .extras import GradientCheck as GradientCheck
 from .extras import InvariantBroken as InvariantBroken

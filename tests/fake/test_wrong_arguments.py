@@ -190,6 +190,7 @@ FUNCTIONS: dict[str, Call] = {
             "offload_to_cpu": FLAG,
         },
     ),
+    "unit_open": (lambda **given: _enter(fullshard.unit_open(**given)), {"module": MODEL._replace(taken="module")}),
     "guard": (
         lambda guarded, wait: _enter(fullshard.guard(guarded, wait=wait)),
         {"guarded": MODEL, "wait": FLAG},

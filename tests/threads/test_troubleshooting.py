@@ -589,3 +589,31 @@ def _(rank: int, title: str) -> None:
         assert names["adapters"] == [f"base_model.model.head.lora_{one}.weight" for one in "AB"]
         assert names["merged"] == sorted(Model().state_dict())
         shutil.rmtree(folder)
+
+
+class WithHead(nn.Module):
+    """A model whose loss reads the weight of its last unit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(4, 4), nn.Linear(4, 4, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.body(x)
+        return found
+
+
+@symptom("A weight is read outside of its forward")
+def _(rank: int, title: str) -> None:
+    whole, model = seeded(WithHead), seeded(WithHead)
+    head: Any = fully_shard(model.get_submodule("head"))
+    fully_shard(model)
+    tokens = torch.full((2, 4), 1.0 + rank)
+    row = Row(title, model=model, head=head, tokens=tokens)
+    with pytest.raises(RuntimeError, match="mixed torch.Tensor and DTensor"):
+        row.see()
+    row.mend()
+    inputs = torch.stack([torch.full((2, 4), 1.0 + each) for each in range(dist.get_world_size())])
+    whole.get_submodule("head")(whole(inputs)).square().mean().backward()
+    for found, expected in zip(whole_gradients(model), whole_gradients(whole), strict=True):
+        torch.testing.assert_close(found, expected)

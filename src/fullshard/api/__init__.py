@@ -28,4 +28,5 @@ from .module import UnshardHandle as UnshardHandle
 from .module import share_comm_ctx as share_comm_ctx
 from .optimizer import step_on_shards as step_on_shards
 from .rebind import rebind_optimizer as rebind_optimizer
+from .unit_open import unit_open as unit_open
 from .validate import ShardPlacementResult as ShardPlacementResult

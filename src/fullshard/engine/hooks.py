@@ -14,8 +14,8 @@ backward of the unit that produced the input begins.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, NamedTuple, cast
 
@@ -23,13 +23,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from .._torch import current_backward
+from .._torch import current_backward, saved_tensor_hooks_allowed
 from .._torch.modules import call, outside_graphs
 from ..schedule import Use
 from .arguments import Arguments, cast_floating, tensors_requiring_grad
 from .backward import State, refuse_writes, state_before
 from .full_params import opened_of
 from .root import Root, formed, module_units, root_of
+from .shards_read import note_shards_read
 from .unit import Unit
 
 # ---- hooks -----------------------------------------------------------------------------------------------------------
@@ -97,6 +98,25 @@ class UnitHooks:
         changed = self._after(module, args, kwargs, output)
         return output if changed is None else changed
 
+    @contextmanager
+    def opened(self, module: nn.Module) -> Iterator[None]:
+        """Surrounds reads of weights outside of a forward: one use of the unit, whose outputs nobody sees."""
+        if torch.is_grad_enabled():
+            if not saved_tensor_hooks_allowed():
+                raise RuntimeError(
+                    f"unit_open: expected saved-tensor hooks to be allowed, found them disabled: nothing would gather "
+                    f"{self._unit.record.name} again in backward; open it outside of disable_saved_tensors_hooks"
+                )
+            # Reads of saved weights are all that backward shows of this use, for ever.
+            self._unit.watching.is_irregular = True
+        self._before(module, (), {}, method=True)
+        try:
+            yield
+        except BaseException:
+            self._after(module, (), {}, None)
+            raise
+        self._after(module, (), {}, None)
+
     @property
     def in_method(self) -> bool:
         """Whether a registered method is running."""
@@ -162,6 +182,7 @@ class UnitHooks:
             if running.arguments is not None:
                 with suppress(RuntimeError):  # the forward's own exception says more
                     self._carry_back(module, running, running.arguments)
+            note_shards_read(sys.exception(), root.units)
             root.forward_failed(unit, nested=running.nested)
             return None
         if running.arguments is not None:
