@@ -5,6 +5,7 @@
 #   make test-full        of those a part, another one each day, and far more property-test examples; under an hour
 #                         (DRAW=all: all of them, in some hours)
 #   make coverage         make test, with the lines and branches that ran of each room; two or three times as long
+#   make versions         the quick tiers with each torch and each Python of the range; the table of docs/support.md
 #   make check            format, lint, types, and the tests that keep the rooms apart
 #   make docs             the site, into site/, without a network; warnings and dead links are errors
 #   make bench            the CPU benchmarks (under ten minutes)
@@ -25,7 +26,7 @@ FIND_PYTHON = for p in python3 python3.13 python3.12 python3.11 python; do \
 PYTHON ?= $(shell $(FIND_PYTHON))
 PIP = $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
 
-.PHONY: train test test-full coverage check format docs bench package release-check clean env
+.PHONY: train test test-full coverage check format docs bench package release-check versions clean env
 .DELETE_ON_ERROR:
 
 train: $(STAMP)
@@ -78,6 +79,10 @@ bench: $(STAMP)
 
 package: $(STAMP)
 	$(BIN)/python -m tools.try_package dist $(ARGS)
+
+# Half an hour on two cores; environments are kept in VERSIONS_CACHE, 1.1 GB for each torch.
+versions: $(STAMP)
+	$(BIN)/python -m tools.versions $(ARGS)
 
 release-check: $(STAMP)
 	$(BIN)/python -m tools.release_check $(ARGS)

@@ -148,7 +148,7 @@ class ByteCounter(TorchDispatchMode):
         name = func._schema.name.removeprefix("fsdp::")
         if name == "all_gather_copy_in":
             written = args[0]
-        elif name in ("split_with_sizes_copy", "chunk_cat"):
+        elif name in ("split_with_sizes_copy", "chunk_cat", "chunk_cat_mixed_dtype"):
             written = kwargs["out"]
         else:
             raise NotImplementedError(f"{func}: say here what it writes")

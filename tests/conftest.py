@@ -23,7 +23,7 @@ from typing import Any  # noqa: E402
 import hypothesis  # noqa: E402
 import pytest  # noqa: E402
 
-from tests.harness import collecting, draw, hang, recording  # noqa: E402
+from tests.harness import collecting, cuda_builds, draw, hang, recording  # noqa: E402
 from tests.harness.worlds import OTHER_WORLD  # noqa: E402
 
 HANG_SECONDS = {"pure": 60.0, "fake": 60.0, "threads": 60.0, "device": 120.0, "procs": 120.0, "gpu": 120.0}
@@ -77,6 +77,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--both", action="store_true", help="with --ranks=gloo: torch's half of the conformance, too, which is left out"
     )
     parser.addoption(
+        "--torch-half",
+        action="store_true",
+        help="torch's half of the conformance is not slow: another torch is installed (tools/versions.py)",
+    )
+    parser.addoption(
         "--pairs",
         action="store_true",
         help="with --ranks=gloo: parameters and gradients go from rank to rank (comm/data_group.py), however small",
@@ -95,6 +100,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.stash[_TERMINAL] = os.fdopen(os.dup(2), "w")
     config.pluginmanager.register(_SkipsNeedAReason(config), "fullshard-skips")
     config.addinivalue_line("markers", "behaviour(title, area, torch, reason): tests/harness/behaviours.py")
+    config.addinivalue_line("markers", "needs(names, half): tests/harness/installed.py")
     config.addinivalue_line("markers", "threads_only(reason): left out where ranks are gloo processes (--ranks=gloo)")
     if config.getoption("--world") != 2:
         from tests.harness import threads
@@ -140,10 +146,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         tier = _tier(item)
         if tier:
             item.add_marker(tier)
-        if _is_torch_s(item):
+        if _is_torch_s(item) and not config.getoption("--torch-half"):
             # It shows that torch does what we say of it, which another torch alone can change:
             # test_the_document_is_of_the_pinned_torch.
             item.add_marker(pytest.mark.slow)
+        _skip_what_torch_lacks(item)
         if tier == "gpu":
             item.add_marker(pytest.mark.skipif(not _has_accelerator(), reason="no accelerator on this machine"))
     _keep_some_quick(items)
@@ -171,6 +178,7 @@ def _keep_some_quick(items: list[pytest.Item]) -> None:
 def pytest_collection_finish() -> None:
     """What was imported never becomes garbage: without this each full collection looks at all of torch, which is an
     eighth of the time of the threads tier."""
+    cuda_builds.settle_if_imported()
     gc.collect()
     gc.freeze()
 
@@ -190,6 +198,15 @@ def _is_torch_s(item: pytest.Item) -> bool:
     """Whether it is torch's implementation that the test runs for."""
     callspec = getattr(item, "callspec", None)
     return callspec is not None and getattr(callspec.params.get("impl"), "name", "") == "torch"
+
+
+def _skip_what_torch_lacks(item: pytest.Item) -> None:
+    for marker in item.iter_markers("needs"):
+        from tests.harness import installed
+
+        lacks = [name for name in marker.args if not installed.has(name)]
+        if lacks and (_is_torch_s(item) or marker.kwargs.get("half") != "torch"):
+            item.add_marker(pytest.mark.skip(reason=f"{installed.LACKS} {', '.join(lacks)}"))
 
 
 def _tier(item: pytest.Item) -> str | None:
@@ -245,6 +262,16 @@ def pytest_runtest_teardown(item: pytest.Item) -> Generator[None, Any, Any]:
     return (yield from _limited(item, "teardown"))
 
 
+def _is_of_another_torch(report: pytest.TestReport | pytest.CollectReport) -> bool:
+    """Whether the test was skipped, or expected to fail, because torch is not the pinned one."""
+    from tests.harness import installed
+
+    if installed.is_pinned():
+        return False
+    reason = str(getattr(report, "wasxfail", "")) or str(report.longrepr)
+    return f"{installed.LACKS} " in reason or f"{installed.DIFFERS} " in reason
+
+
 class _SkipsNeedAReason:
     """Fail the run when a test was skipped, or was expected to fail, that the allow-list does not name: it proves
     nothing, quietly."""
@@ -260,6 +287,8 @@ class _SkipsNeedAReason:
 
     def _note(self, report: pytest.TestReport | pytest.CollectReport) -> None:
         if self.other_world and report.skipped and f"Skipped: {OTHER_WORLD} " in str(report.longrepr):
+            return
+        if report.skipped and _is_of_another_torch(report):
             return
         if report.skipped:  # an expected failure is a kind of skip to pytest, and to us
             if not any(fnmatch.fnmatchcase(report.nodeid, pattern) for pattern in self.patterns):

@@ -76,7 +76,7 @@ class Case:
         outputs = model(inputs)
         if self.vocabulary:
             return F.cross_entropy(outputs.flatten(0, -2), targets.flatten())
-        return F.mse_loss(outputs, targets)
+        return F.mse_loss(outputs.to(targets.dtype), targets)  # up to torch 2.11 it has no backward for two dtypes
 
     def shard(self, model: nn.Module, shard: Callable[..., object], **options: object) -> nn.Module:
         """Call `shard(module, **options)` on every unit and then on the root; returns `model`."""

@@ -38,7 +38,7 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed import multi_threaded_pg as threaded
 
-from tests.harness import collecting, worlds
+from tests.harness import collecting, cuda_builds, worlds
 from tests.harness.errors import RankReport, RanksFailed, format_stacks
 
 # How long a rank may take to leave its collective after it was told to: it only has to wake up and unwind.
@@ -59,6 +59,12 @@ _IDLE: dict[int, _Thread] = {}
 # Of those that this process may use, another one for each worker (tests/workers.py).
 _CORES = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
 _CORE = _CORES[int(os.environ.get("FULLSHARD_TEST_WORKER", "0")) % len(_CORES)] if _CORES else None
+
+cuda_builds.settle()
+
+# 2.11's groups keep a list of communicators in each world but in the threaded one.
+if hasattr(dist.distributed_c10d._World, "comms") and not hasattr(threaded.ThreadLocalWorld, "comms"):
+    threaded.ThreadLocalWorld.comms = property(lambda _: [])  # type: ignore[attr-defined]
 
 _start_coll_of_torch = threaded.ProcessLocalGroup._start_coll
 
@@ -129,6 +135,9 @@ def run_ranks(world: int, fn: Callable[..., Any], *args: Any, timeout: float = 6
         threaded.ProcessLocalGroup.reset()
         threaded._store_based_barrier = barrier
         threaded._uninstall_threaded_pg()
+        if threaded._ctx_manager is not None:  # up to 2.12 it leaves backwards of this process without their threads
+            threaded._ctx_manager.__exit__(None, None, None)
+            threaded._ctx_manager = None
         sys.excepthook = excepthook
         torch._C._distributed_c10d._set_thread_isolation_mode(False)
 

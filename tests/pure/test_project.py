@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import re
 import shutil
+import subprocess
+import sys
 import tarfile
 import tomllib
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tools import release_check, try_package
+from tools import cuda_stubs, release_check, try_package, version_table, versions
+from tools.cuda_stubs import Elf, Wanted
+from tools.versions import VERSIONS
 
 ROOT = Path(__file__).parents[2]
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -100,20 +105,79 @@ def test_the_package_holds_what_it_must(tmp_path: Path) -> None:
     assert {"LICENSE", "README.md", "CHANGELOG.md", "constraints.txt", "examples/quickstart.py"} <= held
 
 
-def test_every_declared_python_ran_the_tests() -> None:
-    """Classifiers and the matrix of the workflow are the rows of docs/support.md."""
-    page = (ROOT / "docs" / "support.md").read_text()
-    ran = set(re.findall(r"^\| (3\.\d+)\.\d+ \| (\d+\.\d+\.\d+) \| \d{4}-\d\d-\d\d \|", page, flags=re.M))
+def test_every_declared_version_ran_the_tests() -> None:
+    """Classifiers, requirements and the matrix of the workflow are the versions of `make versions`, and each of those
+    passed (docs/support.json)."""
+    declared_runs = {(one.python, one.torch) for one in VERSIONS.values()}
+    passed = {(run.python.rpartition(".")[0], run.torch.split("+")[0]) for run in version_table.load() if run.is_green}
+    assert passed <= declared_runs
     prefix = "Programming Language :: Python :: 3."
     declared = {f"3.{one[len(prefix) :]}" for one in PYPROJECT["project"]["classifiers"] if one.startswith(prefix)}
-    assert declared == {python for python, _ in ran}
+    assert declared == {python for python, _ in declared_runs}
     minors = [int(one.removeprefix("3.")) for one in declared]
     assert PYPROJECT["project"]["requires-python"] == f">=3.{min(minors)},<3.{max(minors) + 1}"
+    torches = sorted(int(torch.split(".")[1]) for _, torch in declared_runs)
+    assert PYPROJECT["project"]["dependencies"] == [f"torch<2.{torches[-1] + 1},>=2.{torches[0]}"]
     workflow = (ROOT / ".github" / "workflows" / "ci.yml").read_text()
-    pythons, torches = (
-        re.findall(r'"([^"]+)"', line) for line in re.findall(r"^ {8}\w+: (\[.*\])$", workflow, flags=re.M)
+    assert set(re.findall(r'{ python: "([^"]+)", torch: "([^"]+)" }', workflow)) == declared_runs
+
+
+def test_the_table_of_support_is_the_results() -> None:
+    page = version_table.PAGE.read_text()
+    assert version_table.page(page, version_table.load()) == page, "run make versions"
+
+
+def _run(**changes: Any) -> version_table.Run:
+    tiers = {"threads": version_table.Result(7, {"torch lacks it": 2}), "procs": version_table.Result(3)}
+    given = {"python": "3.11.7", "torch": "2.11.0+cu130", "date": "2030-01-02", "whole": False, "tiers": tiers}
+    return version_table.Run(**{**given, "problems": [], "seconds": 1, **changes})
+
+
+def test_a_version_is_green_only_where_all_ended_and_nothing_failed() -> None:
+    assert _run().is_green and not _run(tiers={}).is_green
+    assert not _run(problems=["threads: not over after 5 s, killed"]).is_green
+    failed = {"threads": version_table.Result(6, {}, ["tests/threads/test_a.py::test_b[1]: assert 1 == 2"])}
+    assert not _run(tiers=failed).is_green
+    assert "| 1 failed: `test_b[1]` |" in version_table.table([_run(tiers=failed)])
+    assert "tests/threads/test_a.py::test_b[1]: assert 1 == 2" in version_table.summary(_run(tiers=failed))
+    assert "| 2.11.0 | cu130 | 2030-01-02 | selection | - | - | 7 | - | 3 | - | 2 | **passed** |" in (
+        version_table.table([_run()])
     )
-    assert {(python, torch) for python in pythons for torch in torches} == ran
+
+
+def test_results_of_a_tier_are_read_from_pytest_s_reports(tmp_path: Path) -> None:
+    (tmp_path / "test_it.py").write_text(
+        "import pytest\n\ndef test_a(): pass\n\ndef test_b(): assert 1 == 2\n\ndef test_c(): pytest.skip('why')\n"
+    )
+    report = tmp_path / "report.xml"
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}", "test_it.py"]
+    subprocess.run(command, cwd=tmp_path, capture_output=True, timeout=60)
+    (tmp_path / "killed.xml").write_text("<testsuites><tests")
+    (found,) = versions.tiers_of([report, tmp_path / "killed.xml"]).values()
+    assert (found.passed, found.skipped, len(found.failed)) == (1, {"why": 1}, 1) and "assert 1 == 2" in found.failed[0]
+
+
+def test_stubs_have_the_symbols_that_missing_libraries_lack() -> None:
+    wanted = [
+        ("cudaFree", "libcudart.so.13", "libcudart.so.13"),
+        ("ncclSend", "", ""),
+        ("malloc", "GLIBC_2", "libc.so.6"),
+    ]
+    one = Elf(
+        frozenset({"libcudart.so.13", "libnccl.so.2", "libc.so.6", "libc10.so"}),
+        frozenset(Wanted(*found) for found in [*wanted, ("cuOwn", "", ""), ("other", "", "")]),
+        frozenset(),
+    )
+    other = Elf(frozenset(), frozenset(), frozenset({"cuOwn"}))
+    stubs = cuda_stubs.stubs_of([one, other], frozenset({"libc.so.6", "libc10.so"}))
+    assert stubs.keys() == {"libcudart.so.13", "libnccl.so.2"}
+    assert {symbol: version for stub in stubs.values() for symbol, version in stub.items()} == {
+        "cudaFree": "libcudart.so.13",
+        "ncclSend": "",
+    }
+    assert cuda_stubs.stubs_of([one], one.needed) == {}
+    code = cuda_stubs.code_of(["cudaFree", "cudaGetErrorString", "__cudaRegisterFatBinary"])
+    assert "int cudaFree(void) { return 100; }" in code and "const char *cudaGetErrorString" in code
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / ".github" / "workflows").glob("*.yml")), ids=lambda path: path.name)

@@ -404,6 +404,7 @@ def test_checkpoint_wrapper(inside: bool, impl: Implementation) -> None:
 # ---- profiling -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.filterwarnings("ignore:Warning. Profiler clears events")  # of torch 2.11
 def test_commands_are_ranges_of_a_profile_only_while_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[str] = []
 

@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import DataParallelMeshDims
 from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 
 from fullshard import DataParallelMeshDims as Dims
 from tests.harness import tolerance
 from tests.harness.behaviours import behaviour
 from tests.harness.implementations import FULLSHARD, TORCH, Implementation, for_each_implementation, run
+from tests.harness.installed import MESH_DIMS, DataParallelMeshDims, needs
 from tests.harness.models import seeded
 from tests.harness.threads import run_ranks
 from tests.threads.test_tensor_parallel import R, batch, blocks, both, collect, plan_tp, train_plain
@@ -47,6 +47,7 @@ def on_mesh(mesh: DeviceMesh, *placements: Any) -> nn.Linear:
     ],
     ids=str,
 )
+@needs(MESH_DIMS)
 def test_dp_mesh_dims_give_torch_s_placements(names: tuple[str, ...], placements: Any, dims: Any) -> None:
     def build(fully_shard: Callable[..., Any]) -> nn.Module:
         mesh = init_device_mesh("cpu", (2,) * len(names), mesh_dim_names=names)
@@ -80,6 +81,7 @@ FULL = [
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")
 @pytest.mark.parametrize(("axes", "dims"), FULL, ids=lambda value: "-".join(value))
 @for_each_implementation
+@needs(MESH_DIMS, half="torch")
 def test_training_on_a_full_mesh(axes: dict[str, int], dims: dict[str, Any], impl: Implementation) -> None:
     """Parameters and activations are DTensors on all axes; two micro-batches, of which the second reduces."""
     world = math.prod(axes.values())
@@ -116,6 +118,7 @@ def test_training_on_a_full_mesh(axes: dict[str, int], dims: dict[str, Any], imp
 @behaviour("hybrid sharding beside tensor parallelism: (replicate, shard) and tp", area="strategies")
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")
 @for_each_implementation
+@needs(MESH_DIMS, half="torch")
 def test_hybrid_sharding_and_tensor_parallelism(impl: Implementation) -> None:
     """2 x 2 x 2 ranks: placements on three axes, two steps of AdamW with clipping by our function."""
     expected = train_plain(blocks(), 4, 2, 0.05 if impl is FULLSHARD else None)
@@ -196,6 +199,7 @@ REFUSED: list[Case] = [
 
 @behaviour("what `dp_mesh_dims` refuses, by the same type of error", area="errors")
 @for_each_implementation
+@needs(MESH_DIMS, half="torch")
 def test_refusals(impl: Implementation) -> None:
     def rank_main(rank: int, impl: Implementation) -> None:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))

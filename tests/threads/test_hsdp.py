@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import DataParallelMeshDims
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 
@@ -18,6 +17,7 @@ from tests.harness import tolerance
 from tests.harness.behaviours import behaviour
 from tests.harness.fake import fake_world
 from tests.harness.implementations import FULLSHARD, Implementation, for_each_implementation
+from tests.harness.installed import MESH_DIMS, DataParallelMeshDims, needs
 from tests.harness.models import (
     BY_NAME,
     Case,
@@ -338,6 +338,7 @@ def test_mixed_precision(impl: Implementation, reduce: torch.dtype) -> None:
 
 @behaviour("`dp_mesh_dims` of axes to replicate over alone", area="strategies")
 @for_each_implementation
+@needs(MESH_DIMS, half="torch")
 def test_replicas_on_a_full_mesh(impl: Implementation) -> None:
     """`fully_shard` and `replicate`: gradients are the mean over the data-parallel axis, placements stay."""
     from torch.distributed._composable.replicate_with_fsdp import replicate as torch_replicate

@@ -228,6 +228,7 @@ def test_the_loss_of_one_rank() -> None:
         assert _same(skipped, without)
 
 
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # of torch 2.11, for `check_invariants=False`
 def test_nothing_is_accused_that_is_finite() -> None:
     """Sums of squares that overflow, float16 at its end, complex and sparse gradients, none at all, empty parts."""
 

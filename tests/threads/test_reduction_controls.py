@@ -301,7 +301,9 @@ class _Gather(_Counting, AllGather):
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> Any:
         self.note(group, output_tensor, input_tensor)
-        return dist.all_gather_single(output_tensor, input_tensor, group=group, async_op=async_op)
+        # Its name from 2.13 on.
+        gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+        return gather(output_tensor, input_tensor, group=group, async_op=async_op)
 
 
 class _Scatter(_Counting, ReduceScatter):
@@ -310,7 +312,8 @@ class _Scatter(_Counting, ReduceScatter):
     ) -> Any:
         self.note(group, output_tensor, input_tensor)
         self.ops.append(op)
-        dist.reduce_scatter_single(output_tensor, input_tensor, group=group, op=op)
+        scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+        scatter(output_tensor, input_tensor, group=group, op=op)
 
 
 class _AllocatingBackend:

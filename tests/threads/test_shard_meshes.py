@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo
-from torch.distributed.fsdp._fully_shard._fsdp_common import ShardPlacementResult as TorchResult
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import fullshard
@@ -23,6 +22,8 @@ from tests.harness import tolerance
 from tests.harness.behaviours import behaviour
 from tests.harness.experts import WORLD, Oracle, batch, is_expert, loss, meshes, model_of, sharded
 from tests.harness.implementations import Implementation, for_each_implementation, run
+from tests.harness.installed import PLACEMENT_RESULT, needs
+from tests.harness.installed import TorchPlacementResult as TorchResult
 from tests.harness.models import adamw, full_copy
 from tests.harness.parity import environment
 from tests.harness.threads import run_ranks
@@ -32,6 +33,7 @@ from tests.harness.threads import run_ranks
 
 @behaviour("a mesh per parameter: experts average over their own ranks", area="placement")
 @for_each_implementation
+@needs(PLACEMENT_RESULT, half="torch")
 def test_experts_average_over_their_own_mesh(impl: Implementation) -> None:
     oracle = Oracle()
     gradients = oracle.gradients(0)
@@ -69,6 +71,7 @@ class Routed(nn.Module):
 
 @behaviour("experts that are DTensors of an expert axis", area="placement")
 @for_each_implementation
+@needs(PLACEMENT_RESULT, half="torch")
 def test_experts_that_are_dtensors_of_an_expert_axis(impl: Implementation) -> None:
     """As trainers do it: experts cut over `expert`, then sharded over `outer` along another dim; the rest over both."""
 
@@ -105,6 +108,7 @@ def test_experts_that_are_dtensors_of_an_expert_axis(impl: Implementation) -> No
 
 @behaviour("parameters of one process group have one mesh", area="placement")
 @for_each_implementation
+@needs(PLACEMENT_RESULT, half="torch")
 def test_one_process_group_one_mesh(impl: Implementation) -> None:
     """Two mesh objects over one process group would part what travels together."""
 
@@ -196,6 +200,7 @@ def test_norms_of_any_order(p: float) -> None:
 @behaviour("a mesh per parameter: one that replicates beside one that does not", area="placement")
 @for_each_implementation
 @pytest.mark.parametrize("unit_replicates", [True, False])
+@needs(PLACEMENT_RESULT, half="torch")
 def test_meshes_that_replicate(impl: Implementation, unit_replicates: bool) -> None:
     """The unit on (replicate, shard) and its experts on `shard` alone, or the other way round. Both cut over the same
     process group, and are averaged over other ranks."""
@@ -245,6 +250,7 @@ def _mean_of_ranks(pair: int) -> dict[str, Tensor]:
     torch="better",
     reason="torch's `clip_grad_norm_` refuses gradients of several meshes",
 )
+@needs(PLACEMENT_RESULT, half="torch")
 def test_copies_of_experts_count_once(impl: Implementation) -> None:
     """Eight ranks, experts on (copies, expert) of four: each is on two ranks of its four, and there are two of each."""
 
@@ -286,6 +292,7 @@ def test_experts_that_no_other_rank_has() -> None:
     assert all(torch.equal(norm, norms[0]) for norm in norms)
 
 
+@needs(PLACEMENT_RESULT, half="torch")
 def test_accumulation_and_a_step_that_raised() -> None:
     """What travels in two groups is held, sent and thrown away together."""
 
@@ -338,6 +345,7 @@ def _bad_results(world: DeviceMesh, both: DeviceMesh) -> dict[str, tuple[Any, st
     }
 
 
+@needs(PLACEMENT_RESULT)
 def test_meshes_that_cannot_be_used_are_refused() -> None:
     def rank_main(rank: int) -> None:
         world, both = meshes()
@@ -360,6 +368,7 @@ def test_meshes_that_cannot_be_used_are_refused() -> None:
     torch="better",
     reason="one placement on a mesh of two axes, a DTensor that cannot be used",
 )
+@needs(PLACEMENT_RESULT)
 def test_one_axis_of_a_mesh_is_that_axis(impl: Implementation) -> None:
     def rank_main(rank: int, impl: Implementation) -> None:
         world, both = meshes()

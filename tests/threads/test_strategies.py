@@ -13,15 +13,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import DataParallelMeshDims
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
-from torch.distributed.fsdp._fully_shard._fsdp_common import ShardPlacementResult as TorchResult
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import fullshard
 from tests.harness import tolerance
 from tests.harness.behaviours import behaviour
 from tests.harness.implementations import FULLSHARD, Implementation, for_each_implementation, run
+from tests.harness.installed import PLACEMENT_RESULT, DataParallelMeshDims, needs
+from tests.harness.installed import TorchPlacementResult as TorchResult
 from tests.harness.models import (
     BY_NAME,
     Trained,
@@ -163,6 +163,7 @@ class Experts(nn.Module):
 
 @behaviour("a mesh per parameter in worlds of 1, 2 and 4: averages over its own ranks", area="placement")
 @for_each_implementation
+@needs(PLACEMENT_RESULT, half="torch")
 def test_a_mesh_per_parameter(impl: Implementation) -> None:
     """Experts on a mesh of half of the ranks."""
     inner = WORLD // TWO

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
@@ -13,6 +14,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+from torch.utils._python_dispatch import _disable_current_modes
 
 # ---- dtensor ---------------------------------------------------------------------------------------------------------
 # Private DTensor APIs: construction, placements, and meshes of several axes.
@@ -81,13 +83,72 @@ def settled(tensor: Tensor) -> Tensor:
 
 
 def dtensor_without_data(cls: type[DTensor], like: Tensor, dtype: torch.dtype) -> DTensor:
-    """An instance of the DTensor subclass `cls` with the spec of `like` in `dtype`, and a dummy local tensor."""
+    """An instance of the DTensor subclass `cls` with the spec of `like` in `dtype`, and a dummy local tensor. Operations
+    on it go to the `__torch_dispatch__` of `cls`."""
     local = torch.zeros((), dtype=dtype, device=like.device).expand(local_of(like).shape)
     spec = cast(Any, like)._spec
     if spec.tensor_meta.dtype is not dtype:
         spec = _spec_in(spec, dtype)
+    asked = _subclasses_are_asked(spec, local)
+    if not asked:
+        local = local.as_subclass(_Local)
     made: DTensor = torch.Tensor._dtensor__new__(cls, local, spec, requires_grad=False)
+    if not asked:
+        cast(Any, local).owner = weakref.ref(made)
     return made
+
+
+# Whether operations on a subclass of DTensor go to its own `__torch_dispatch__`. Up to 2.11 torch takes each for
+# a DTensor. None before the trial.
+_asked: bool | None = None
+
+
+def _subclasses_are_asked(spec: DTensorSpec, local: Tensor) -> bool:
+    """By a trial, once in a process, which active dispatch modes do not see."""
+    global _asked
+    if _asked is None:
+        with _disable_current_modes():
+            probe = torch.Tensor._dtensor__new__(_Probe, local, spec, requires_grad=False)
+            _asked = torch.neg(probe) is probe
+    return _asked
+
+
+class _Probe(DTensor):
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return args[0]
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+
+class _Local(Tensor):
+    """A dummy local tensor that hands every operation to the DTensor whose it is, for a torch that does not ask that.
+    `owner`: a weak reference, or there would be a circle for each placeholder."""
+
+    owner: Callable[[], DTensor | None]
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        def owners(value: Any) -> Any:
+            if isinstance(value, _Local):
+                found = value.owner()
+                if found is None:
+                    raise RuntimeError(f"{func}: expected a gradient, found the rest of a placeholder that was freed")
+                handed[id(found)] = value
+                return found
+            return type(value)(map(owners, value)) if isinstance(value, (list, tuple)) else value
+
+        handed: dict[int, Tensor] = {}
+        given, named = owners(args), {name: owners(value) for name, value in (kwargs or {}).items()}
+        first = next(iter(handed.values()))
+        made = cast(Any, type(cast(Any, first).owner())).__torch_dispatch__(func, types, given, named)
+        return handed.get(id(made), made)
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
 
 def concatenated_mesh(parts: Sequence[DeviceMesh]) -> DeviceMesh:

@@ -79,7 +79,6 @@ def same_group(
     else:
         own = distributed_c10d.Backend._plugins[backend.upper()].creator_fn(store, rank, size, limit)
         kind = kinds.CUSTOM
-    own._set_sequence_number_for_group()
     if isinstance(own, ProcessGroup):  # a backend written in Python is the group
         made = cast(Any, own)
     else:

@@ -14,12 +14,11 @@ import torch
 import torch.distributed as dist
 
 from fullshard import __version__
+from fullshard._torch.names import NEWEST as NEWEST
+from fullshard._torch.names import OLDEST as OLDEST
 from fullshard.program import ProgramError
 
 from .facts import Folder, Machine
-
-# The torch that the package is tested with, and so accepts.
-OLDEST, NEWEST = (2, 13), (2, 13)
 
 
 def look(*, needs_port: bool) -> Machine:

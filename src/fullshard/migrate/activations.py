@@ -7,6 +7,7 @@ it, so it may be called before or after sharding. Seed 004 asks for it apart fro
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -100,6 +101,15 @@ class Checkpointed:
         return self.run(self.forward, args, kwargs)
 
 
+# What operators keep is not moved to the host, in every version: newer ones warn where a program does not say
+# which way it wants, because a later one will move it.
+_HOOKS: dict[str, Any] = (
+    {"respect_saved_tensors_hooks": False}
+    if "respect_saved_tensors_hooks" in inspect.signature(checkpoint).parameters
+    else {}
+)
+
+
 def _run(
     forward: Callable[..., Any],
     args: tuple[Any, ...],
@@ -117,7 +127,7 @@ def _run(
         if not operators:
             return checkpoint(forward, *args, use_reentrant=False, **kwargs)
         contexts = partial(create_selective_checkpoint_contexts, list(operators))
-        return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+        return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **_HOOKS, **kwargs)
 
 
 # ---- choice ----------------------------------------------------------------------------------------------------------

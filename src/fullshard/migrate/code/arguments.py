@@ -194,6 +194,7 @@ DDP_ARGUMENTS = (
     "bucket_cap_mb_list",
     "batched_grad_copy",
     "forward_sync_buffers",
+    "lazy_bucket_allocation",
 )
 DDP = (
     Row("device_ids", DROPPED, "", "parameters move to the device of the mesh; move the inputs there yourself"),
@@ -215,6 +216,7 @@ DDP = (
     Row("device_mesh", EXACT, "mesh", "the ranks of the mesh"),
     Row("bucket_cap_mb", DROPPED, "", "a unit is a bucket"),
     Row("bucket_cap_mb_list", DROPPED, "", "a unit is a bucket"),
+    Row("lazy_bucket_allocation", DROPPED, "", "a buffer for gradients is there only from backward to reduction"),
     Row("find_unused_parameters", DROPPED, "", "parameters without a gradient need no setting"),
     Row("check_reduction", DROPPED, "", "has no effect in DDP either"),
     Row("gradient_as_bucket_view", DROPPED, "", "gradients are views of one buffer already"),

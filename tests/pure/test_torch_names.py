@@ -1,0 +1,113 @@
+"""The table of private torch names is what the source uses, and what the installed torch has."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import re
+from typing import Any
+
+import pytest
+import torch
+
+from fullshard._torch.names import MARKS, NEWEST, OLDEST, PRIVATE_NAMES, known_in
+from tests.harness import installed
+from tests.harness import source as src
+from tests.harness.source import Source
+from tests.pure.test_boundaries import PRIVATE_ALLOWED
+
+TABLE = "_torch/names.py"
+SOURCES = [source for source in src.package_sources() if source.name != TABLE]
+# Every part of a name in the table, with and without what is before it.
+PARTS = {part.removesuffix("()") for one in PRIVATE_NAMES for part in one.name.split(".")} | set(MARKS)
+
+
+def there(name: str) -> bool:
+    """Whether the installed torch has `name`, in the words of the table."""
+    parts = name.split(".")
+    found: Any = torch
+    for position, part in enumerate(parts[1:], start=1):
+        try:
+            found = importlib.import_module(".".join(parts[: position + 1]))
+        except ImportError:
+            if not hasattr(found, part.removesuffix("()")):
+                return False
+            found = getattr(found, part.removesuffix("()"))
+            found = found() if part.endswith("()") else found
+    return True
+
+
+def used(sources: list[Source]) -> set[str]:
+    """Private names of torch: those that the finder of the boundaries sees, and those in texts of `_torch`, as
+    `operator.attrgetter` takes them."""
+    names = set()
+    own = src.own_private_names(source for source in sources if source.room == "_torch")
+    everybody = src.own_private_names(sources)
+    for source in sources:
+        ours = own if source.room == "_torch" else everybody
+        for finding in src.private_torch_uses(source, ours):
+            if any(source.name == file and f"{name}," in finding for file, name in PRIVATE_ALLOWED if name[0] == "'"):
+                continue
+            names.update(re.findall(r"(?:private name |uses \.|attr of ')([\w.]+)", finding))
+        if source.room == "_torch":
+            for node in ast.walk(source.tree):
+                text = node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else ""
+                if re.fullmatch(r"[a-z_.]*\b_[\w.]*", text) and not text.startswith("__"):
+                    names.update(text.split(".") if not text.startswith("torch.") else [text])
+    # Python's own, documented or excused by the boundaries.
+    return {name for name in names if src.is_private(name) or "." in name} - {"_Unpickler", "_current_frames"}
+
+
+def missing(names: set[str]) -> list[str]:
+    """Those that the table lacks. A name that begins at torch has to be in it with what is before it."""
+    whole = [one.name for one in PRIVATE_NAMES]
+    return sorted(
+        name
+        for name in names
+        if not (
+            any(f"{one}.".startswith(f"{name}.") for one in whole) or f"torch.autograd.Variable.{name}" in whole
+            if name.startswith("torch.")
+            else name in PARTS
+        )
+    )
+
+
+def test_every_private_name_is_in_the_table() -> None:
+    found = used(SOURCES)
+    assert {"_dtensor__new__", "_local_tensor", "torch._C._current_graph_task_id"} <= {
+        *found,
+        *(name.rpartition(".")[2] for name in found),
+    }
+    assert not missing(found), f"add them to PRIVATE_NAMES of {TABLE}, with the versions that have them and why"
+
+
+def test_every_name_of_the_table_is_used() -> None:
+    text = "\n".join(source.text for source in SOURCES)
+    last = [*(one.name.rpartition(".")[2] for one in PRIVATE_NAMES), *MARKS]
+    stale = [name for name in last if not re.search(rf"\b{name}\b", text)]
+    assert not stale, f"nothing uses them any more: take them out of {TABLE}"
+    assert len({one.name for one in PRIVATE_NAMES}) == len(PRIVATE_NAMES)
+
+
+@pytest.mark.parametrize("one", PRIVATE_NAMES, ids=lambda one: one.name)
+def test_the_installed_torch_has_what_the_table_says(one: Any) -> None:
+    assert OLDEST <= one.first <= one.last <= NEWEST and one.why
+    expected = one in known_in(installed.release())
+    assert there(one.name) == expected, f"torch {torch.__version__}: change `first` or `last` of {one.name} in {TABLE}"
+
+
+def test_the_installed_torch_is_of_the_range() -> None:
+    assert OLDEST <= installed.release() <= NEWEST, "another torch: extend the range, and see what is red"
+
+
+def test_a_name_that_the_table_lacks_is_found() -> None:
+    texts = [
+        "import torch\ntorch._C._new_in_2_16()",
+        "x._new_in_2_16",
+        "import operator\nf = operator.attrgetter('_new_in_2_16')",
+        "from torch._new_in_2_16 import x",
+        "getattr(x, '_new_in_2_16', None)",
+    ]
+    for text in texts:
+        assert missing(used([Source("_torch/a.py", text)])), text
+    assert there("torch.nn.Module()._buffers") and not there("torch.nn.Module()._new_in_2_16")
