@@ -46,18 +46,28 @@ def try_wheel(wheel: Path, *, from_registry: bool = False) -> str:
             subprocess.run([*pip, "-c", str(ROOT / "constraints.txt"), str(wheel)], check=True)
         else:
             subprocess.run([*pip, "--no-deps", str(wheel)], check=True)
+            import filelock  # torch requires it, and may be in another folder (tools/versions.py)
             import torch
 
             (packages,) = Path(folder).glob("lib/*/site-packages")
             # After the environment's own packages: its fullshard is the wheel's.
-            (packages / "torch.pth").write_text(str(Path(torch.__file__).parents[1]))
+            folders = dict.fromkeys(str(Path(str(module.__file__)).parents[1]) for module in (torch, filelock))
+            (packages / "torch.pth").write_text("\n".join(folders) + "\n")
         environ = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
         shutil.copy(ROOT / "examples" / "quickstart.py", folder)
         where = [python, "-c", "import fullshard; print(fullshard.__file__)"]
         found = subprocess.run(where, env=environ, cwd=folder, check=True, capture_output=True, text=True).stdout
         assert found.startswith(folder), f"expected the wheel's fullshard in {folder}, found {found}"
         torchrun = [python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "quickstart.py"]
-        return subprocess.run(torchrun, env=environ, cwd=folder, check=True, stdout=subprocess.PIPE, text=True).stdout
+        ran = subprocess.run(torchrun, env=environ, cwd=folder, check=True, stdout=subprocess.PIPE, text=True).stdout
+        version = subprocess.run(
+            [python, "-c", "import torch; print(torch.__version__)"],
+            env=environ,
+            check=True,
+            capture_output=True,
+            text=True,
+        ).stdout
+        return f"torch {version}{ran}"
 
 
 if __name__ == "__main__":

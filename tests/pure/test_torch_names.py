@@ -46,16 +46,15 @@ def used(sources: list[Source]) -> set[str]:
     for source in sources:
         ours = own if source.room == "_torch" else everybody
         for finding in src.private_torch_uses(source, ours):
-            if any(source.name == file and f"{name}," in finding for file, name in PRIVATE_ALLOWED if name[0] == "'"):
-                continue
             names.update(re.findall(r"(?:private name |uses \.|attr of ')([\w.]+)", finding))
         if source.room == "_torch":
             for node in ast.walk(source.tree):
                 text = node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else ""
                 if re.fullmatch(r"[a-z_.]*\b_[\w.]*", text) and not text.startswith("__"):
                     names.update(text.split(".") if not text.startswith("torch.") else [text])
-    # Python's own, documented or excused by the boundaries.
-    return {name for name in names if src.is_private(name) or "." in name} - {"_Unpickler", "_current_frames"}
+    # Names of others, each with its reason in the list of the boundaries; torch's own one there is in the table.
+    others = {name.strip("'.") for _, name in PRIVATE_ALLOWED} - {"_parameters"}
+    return {name for name in names if src.is_private(name) or "." in name} - others
 
 
 def missing(names: set[str]) -> list[str]:

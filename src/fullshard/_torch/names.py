@@ -50,6 +50,9 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
     PrivateName("torch._C._disabled_torch_function_impl", "subclasses that only intercept what reaches the dispatcher"),
     PrivateName("torch.Tensor._post_accumulate_grad_hooks", _HOOKS),
     PrivateName("torch.Tensor._backward_hooks", _HOOKS),
+    PrivateName(
+        "torch.Tensor._has_grad_dtype_override", "a grad_dtype that was set to the dtype itself", first=(2, 15)
+    ),
     PrivateName("torch.Tensor._version", "detect writes"),
     PrivateName("torch.Tensor._base", "find the base of a view"),
     PrivateName("torch.autograd._unsafe_preserve_version_counter", "an all-gather into a full parameter is no edit"),
