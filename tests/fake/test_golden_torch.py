@@ -9,8 +9,10 @@ import os
 import pytest
 import torch
 
+from tests.harness import installed
+
 if not torch.__version__.startswith("2.13."):
-    pytest.skip(f"the golden traces are those of torch 2.13, this is {torch.__version__}", allow_module_level=True)
+    pytest.skip(f"{installed.DIFFERS} the golden traces are those of torch 2.13", allow_module_level=True)
 
 from tests.golden.record import patched, path_of, record  # noqa: E402
 from tests.golden.scenarios import Scenario, cases  # noqa: E402
