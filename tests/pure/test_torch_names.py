@@ -54,6 +54,7 @@ def used(sources: list[Source]) -> set[str]:
                     names.update(text.split(".") if not text.startswith("torch.") else [text])
     # Names of others, each with its reason in the list of the boundaries; torch's own one there is in the table.
     others = {name.strip("'.") for _, name in PRIVATE_ALLOWED} - {"_parameters"}
+    others |= {"_getframe", "_hf_peft_config_loaded"}  # of Python's sys, of transformers
     return {name for name in names if src.is_private(name) or "." in name} - others
 
 
