@@ -100,7 +100,7 @@ def test_with_replicas(impl: Implementation, micro: int) -> None:
     [
         {"reshard_after_forward": False},
         {"offload_policy": fullshard.CPUOffloadPolicy(pin_memory=False)},
-        {"mp_policy": fullshard.MixedPrecisionPolicy(torch.bfloat16, torch.float32)},
+        {"mp_policy": fullshard.MixedPrecisionPolicy(torch.bfloat16, torch.float32, torch.float32)},
     ],
     ids=["kept", "offload", "mixed"],
 )
