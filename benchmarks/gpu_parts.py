@@ -41,7 +41,9 @@ _BEGIN = '{"what": '
 
 def row(what: str, **figures: Any) -> None:
     """Print a row of results, at once."""
-    print(json.dumps({"what": what, **figures}), flush=True)
+    # In one call: ranks share the file, and `print` writes the end of the line by itself.
+    sys.stdout.write(json.dumps({"what": what, **figures}) + "\n")
+    sys.stdout.flush()
 
 
 @contextmanager
@@ -150,15 +152,17 @@ class _Lines:
             self._keep(self._rest.decode(errors="replace"))
 
     def _keep(self, line: str) -> None:
-        # A library may have written before it on the same line (pytest's dots, NCCL's version).
-        text, begin, rest = line.partition(_BEGIN)
-        found: Any = None
-        with suppress(ValueError):
-            found = json.loads(begin + rest) if begin else None
-        if isinstance(found, dict):
+        # Others may have written on the same line: pytest its dots, NCCL its version, another rank its row.
+        text, rest, is_row = "", line, False
+        while (place := rest.find(_BEGIN)) >= 0:
+            try:
+                found, end = json.JSONDecoder().raw_decode(rest, place)
+            except ValueError:
+                break
             self._result.rows.append(found)
-        if text or not isinstance(found, dict):
-            self._result.text.append(text if isinstance(found, dict) else line)
+            text, rest, is_row = text + rest[:place], rest[end:], True
+        if text + rest or not is_row:
+            self._result.text.append(text + rest)
         self._show(line)
 
 

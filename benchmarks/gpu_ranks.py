@@ -183,8 +183,8 @@ def _watch(
             if "failed" in ends:
                 return check
             if died or late:
-                # What was said meanwhile counts.
-                if _ends(folder, len(ranks), check).count("") == 0:
+                # What was said meanwhile counts: a rank says how a check ended, and then ends.
+                if _ends(folder, len(ranks), check) != ends:
                     continue
                 codes = "; ".join(f"rank {place} ended with {code}" for place, code in died)
                 missing = [place for place, what in enumerate(ends) if not what]

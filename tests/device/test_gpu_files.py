@@ -77,6 +77,12 @@ FAULTS = {
         "ended with status 7",
         "",
     ),
+    "rows of two ranks on one line": (
+        'sys.stdout.write(\'{"what": "first"}{"what": "second", "ms": 1}\\n\\n\')',
+        ["first", "second"],
+        "",
+        "",
+    ),
     "a row after another's text on its line": (
         "sys.stdout.write('NCCL version 2.28.3')\nsys.stdout.flush()\nrow('first')\nprint('{not json}')",
         ["first"],
@@ -334,7 +340,7 @@ def faulty(at):
         {code}
     yield {{"fine": True}}
 ranks.CHECKS["clip"] = faulty
-ranks.CHECK_SECONDS = 2.0
+ranks.CHECK_SECONDS = 4.0
 popen = ranks.subprocess.Popen
 ranks.subprocess.Popen = lambda command, **more: popen(
     [part if part != "benchmarks.gpu_ranks" else "faulty_ranks" for part in command], **more)
