@@ -18,9 +18,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 import fullshard
 from fullshard import PeerFailed, RanksDisagree
+from fullshard._torch import local_of
 from fullshard.comm import ShardGroup
 from fullshard.comm.data_group import DataGroup, open_data_group
 from fullshard.guard import Fault, Scope, scope_of
@@ -214,15 +216,19 @@ def _cut_while_held(model: Any, optimizer: torch.optim.Optimizer, rank: int) -> 
             pass
         finally:
             cutting.join()
+    changed = _changed(model, before, rank)
+    assert not changed, changed
+
+
+def _changed(model: Any, before: dict[str, Tensor], rank: int) -> str:
+    """The first shard that is not what it was."""
+    model.reset_iter_state()  # after a failure in backward parameters may be whole
     for name, parameter in model.named_parameters():
-        assert torch.equal(parameter.to_local().cpu(), _part(before[name], parameter)), name
-
-
-def _part(value: Tensor, parameter: Any) -> Tensor:
-    from torch.distributed.tensor import distribute_tensor
-
-    placed = distribute_tensor(value.to("simulated"), parameter.device_mesh, parameter.placements, src_data_rank=None)
-    return placed.to_local().cpu()
+        assert isinstance(parameter, DTensor), name
+        parts = list(torch.chunk(before[name], dist.get_world_size(), 0))[rank:][:1]
+        if parts and not torch.equal(local_of(parameter).cpu(), parts[0]):
+            return name
+    return ""
 
 
 def reference_of_steps(steps: int) -> dict[str, Tensor]:
@@ -257,17 +263,11 @@ def breaks(rank: int, late: bool) -> str:
                 told = f"{type(error).__name__}: {error}"
         if not told:
             return "a step was taken with gradients that never arrived"
-        for name, parameter in model.named_parameters():
-            if not torch.equal(parameter.to_local().cpu(), _part_of(before[name], parameter, rank)):
-                return f"{name} was changed"
+        if name := _changed(model, before, rank):
+            return f"{name} was changed"
         if not _is_lost(model, optimizer, rank):
             return "the model was not lost"
     return "" if not nccl.failures() else nccl.failures()[0]
-
-
-def _part_of(value: Tensor, parameter: Any, rank: int) -> Tensor:
-    parts = list(torch.chunk(value, dist.get_world_size(), 0))
-    return parts[rank] if rank < len(parts) else parameter.to_local().cpu()
 
 
 def _data_groups(model: Any) -> list[DataGroup]:
@@ -303,6 +303,7 @@ def _is_lost(model: Any, optimizer: torch.optim.Optimizer, rank: int) -> bool:
             return False
         except RuntimeError as error:
             if "found it lost on a device" in str(error):
+                fullshard.mark_restored(model)  # or a later job of this process finds it lost
                 return True
 
 
