@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import warnings
 
 
 def settle() -> None:
@@ -16,7 +17,10 @@ def settle() -> None:
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    torch.ones(1, requires_grad=True).sum().backward()
+    with warnings.catch_warnings():
+        # Once in each process, as the engine counts devices.
+        warnings.filterwarnings("ignore", "CUDA initialization", UserWarning)
+        torch.ones(1, requires_grad=True).sum().backward()
     with FakeTensorMode():
         pass
 
