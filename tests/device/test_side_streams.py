@@ -281,6 +281,16 @@ def accumulated_elsewhere(do: Program) -> None:
         do.step()
 
 
+def partial_sums_elsewhere(do: Program) -> None:
+    """Micro-batches that replicas do not sum yet; the last of each step, on another stream, adds to them and sums."""
+    for step in range(STEPS):
+        for micro in range(3):
+            do.model.set_requires_all_reduce(micro == 2)
+            with on(new()) if micro == 2 else nullcontext():
+                (do.loss(3 * step + micro) / 3).backward()
+        do.step()
+
+
 def hooks_of_users(do: Program) -> None:
     """A hook after accumulation reads and writes `.grad`, in a backward under another stream."""
     for parameter in do.model.parameters():
@@ -493,6 +503,7 @@ PROGRAMS: dict[str, tuple[Callable[[Program], None], Setup, int]] = {
     "evaluations beside": (evaluations_beside, KEPT, 2),
     "an optimizer's stream": (an_optimizer_s_stream, TWO, 2),
     "accumulated elsewhere": (accumulated_elsewhere, replace(TWO, micro=2), 2),
+    "partial sums elsewhere": (partial_sums_elsewhere, replace(FOUR, micro=3), 4),
     "begun elsewhere": (begun_elsewhere, replace(TWO, micro=3), 2),
     "kept elsewhere": (kept_elsewhere, KEPT, 2),
     "hooks of users": (hooks_of_users, TWO, 2),
@@ -606,6 +617,10 @@ FAULTS: dict[str, tuple[SeededFault, str]] = {
     "another stream takes over held gradients": (
         SeededFault("engine.unit:Unit.holds_memory", "or gradients.window_open", ""),
         "accumulated elsewhere",
+    ),
+    "another stream takes over partial sums": (
+        SeededFault("engine.unit:Unit.holds_memory", "or gradients.partial_open", ""),
+        "partial sums elsewhere",
     ),
     "a root keeps memory of another stream": (
         SeededFault("engine.root:_settle", "root.reshard(unit)", "pass"),
