@@ -191,6 +191,10 @@ FUNCTIONS: dict[str, Call] = {
         },
     ),
     "unit_open": (lambda **given: _enter(fullshard.unit_open(**given)), {"module": MODEL._replace(taken="module")}),
+    "original_classes": (
+        lambda **given: _enter(fullshard.original_classes(**given)),
+        {"model": MODEL._replace(taken="module")},
+    ),
     "guard": (
         lambda guarded, wait: _enter(fullshard.guard(guarded, wait=wait)),
         {"guarded": MODEL, "wait": FLAG},
@@ -320,6 +324,8 @@ FUNCTIONS: dict[str, Call] = {
             "optimizers": _is((), "list"),
             "model_state_dict": _is(None, "None dict"),
             "optim_state_dict": MAYBE,
+            "allow_missing": _is((), "list"),
+            "allow_unexpected": _is((), "list"),
         },
     ),
     "checkpoint.inspect": (checkpoint.inspect, {"checkpoint_id": FOLDER, "manifest_sha256": DIGEST}),

@@ -75,10 +75,12 @@ def test_the_promised_names_are_there() -> None:
         "inspect_units",
         "mark_initialized",
         "materialize",
+        "original_classes",
         "register_fsdp_forward_method",
         "replicate",
         "report",
         "share_comm_ctx",
+        "unit_open",
     }
 
 
