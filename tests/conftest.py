@@ -101,6 +101,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(_SkipsNeedAReason(config), "fullshard-skips")
     config.addinivalue_line("markers", "behaviour(title, area, torch, reason): tests/harness/behaviours.py")
     config.addinivalue_line("markers", "needs(names, half): tests/harness/installed.py")
+    config.addinivalue_line("markers", "fails_before(release, reason): tests/harness/installed.py")
     config.addinivalue_line("markers", "threads_only(reason): left out where ranks are gloo processes (--ranks=gloo)")
     if config.getoption("--world") != 2:
         from tests.harness import threads
@@ -151,6 +152,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             # test_the_document_is_of_the_pinned_torch.
             item.add_marker(pytest.mark.slow)
         _skip_what_torch_lacks(item)
+        _expect_failures_of_an_older_torch(item)
         if tier == "gpu":
             item.add_marker(pytest.mark.skipif(not _has_accelerator(), reason="no accelerator on this machine"))
     _keep_some_quick(items)
@@ -207,6 +209,15 @@ def _skip_what_torch_lacks(item: pytest.Item) -> None:
         lacks = [name for name in marker.args if not installed.has(name)]
         if lacks and (_is_torch_s(item) or marker.kwargs.get("half") != "torch"):
             item.add_marker(pytest.mark.skip(reason=f"{installed.LACKS} {', '.join(lacks)}"))
+
+
+def _expect_failures_of_an_older_torch(item: pytest.Item) -> None:
+    for marker in item.iter_markers("fails_before") if _is_torch_s(item) else ():
+        from tests.harness import installed
+
+        release, reason = marker.args
+        if installed.release() < release:
+            item.add_marker(pytest.mark.xfail(strict=True, reason=f"{installed.DIFFERS} {reason}"))
 
 
 def _tier(item: pytest.Item) -> str | None:

@@ -31,6 +31,7 @@ from tests.harness.implementations import (
     run,
     sharded,
 )
+from tests.harness.installed import fails_before
 from tests.harness.models import (
     BY_NAME,
     Case,
@@ -224,12 +225,13 @@ CONTAINERS: dict[str, tuple[Callable[[Any, Any], Any], Callable[[Any], Any]]] = 
     "namedtuple": (Pair, lambda out: out.first + out.second),
     "dataclass": (Record, lambda out: out.first + out.second),
 }
+OLD_TORCH = {"dataclass": fails_before((2, 12), "FSDP2 finds no tensors in a dataclass that a forward returns")}
 
 
 @behaviour("outputs in a {container} reach backward", area="autograd")
 @for_each_implementation
 @each_world
-@pytest.mark.parametrize("container", CONTAINERS)
+@pytest.mark.parametrize("container", [pytest.param(name, marks=OLD_TORCH.get(name, ())) for name in CONTAINERS])
 def test_outputs_in_any_container_reach_backward(container: str, impl: Implementation, world: int) -> None:
     pack, unpack = CONTAINERS[container]
 
