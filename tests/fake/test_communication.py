@@ -135,7 +135,7 @@ class _LateBy:
 
 def _group(cuts: Iterator[float]) -> Any:
     class Group:
-        observer = None
+        observer, on_streams = None, False
         device, scope = torch.device("cpu"), SimpleNamespace(renewed=0, watch=SimpleNamespace(waiting={}))
         cut_at = property(lambda _: next(cuts))
 

@@ -22,6 +22,7 @@ from fullshard.policy import resolve_scale
 from tests.harness.behaviours import behaviour
 from tests.harness.fake import fake_world
 from tests.harness.implementations import FULLSHARD, Implementation, for_each_implementation, probes, sharded
+from tests.harness.installed import needs
 from tests.harness.models import assert_close_to_tensor_max, seeded
 from tests.harness.parity import environment
 from tests.harness.threads import run_ranks
@@ -448,6 +449,7 @@ def test_custom_messages_that_cannot_be() -> None:
 
 @behaviour("`set_separate_reduce_scatter_group`: one communicator more, and the same numbers", area="communication")
 @for_each_implementation
+@needs("torch.distributed.fsdp.FSDPModule.set_separate_reduce_scatter_group", half="torch")
 def test_separate_reduce_scatter_group(impl: Implementation) -> None:
     def rank_main(rank: int) -> None:
         mesh = _mesh((2, 2))
@@ -493,6 +495,7 @@ class _Half(nn.Module):
 
 @behaviour("`set_reduce_scatter_unused_params`: ranks may use different parameters of a unit", area="communication")
 @for_each_implementation
+@needs("torch.distributed.fsdp.FSDPModule.set_reduce_scatter_unused_params", half="torch")
 def test_reduce_scatter_unused_params(impl: Implementation) -> None:
     """The mean counts a missing gradient as zero; and a parameter that no rank used has a zero gradient."""
     models = [seeded(_Half) for _ in range(2)]
@@ -565,6 +568,7 @@ def test_max_input_buffers() -> None:
 
 
 @for_each_implementation
+@needs("torch.distributed.fsdp.FSDPModule.set_reduce_scatter_max_input_buffers", half="torch")
 def test_max_input_buffers_that_cannot_be(impl: Implementation) -> None:
     with fake_world(2):
         model: Any = impl.fully_shard(_linear())

@@ -20,7 +20,7 @@ import fullshard
 from tests.harness import tolerance
 from tests.harness.behaviours import behaviour
 from tests.harness.implementations import FULLSHARD, Implementation, for_each_implementation, run
-from tests.harness.installed import PLACEMENT_RESULT, DataParallelMeshDims, needs
+from tests.harness.installed import MESH_DIMS, PLACEMENT_RESULT, DataParallelMeshDims, needs
 from tests.harness.installed import TorchPlacementResult as TorchResult
 from tests.harness.models import (
     BY_NAME,
@@ -106,7 +106,7 @@ def test_strategies(impl: Implementation, strategy: str) -> None:
 
 @behaviour("beside tensor parallelism, and with `dp_mesh_dims` on one mesh, in worlds of 1, 2 and 4", area="strategies")
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")
-@pytest.mark.parametrize("full_mesh", [False, True])
+@pytest.mark.parametrize("full_mesh", [False, pytest.param(True, marks=needs(MESH_DIMS, half="torch"))])
 @for_each_implementation
 def test_tensor_parallelism(impl: Implementation, full_mesh: bool) -> None:
     data = WORLD // TWO

@@ -25,6 +25,7 @@ from tests.harness.implementations import (
     run,
     sharded,
 )
+from tests.harness.installed import has
 from tests.harness.models import Trained, adamw, assert_same_training, collect, seeded
 from tests.harness.threads import WORLD, several
 
@@ -307,6 +308,9 @@ def test_torch_s_policy_objects_are_accepted() -> None:
     run(rank_main, FULLSHARD)
 
 
+SEVERAL_GROUPS = has("torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState._fsdp_param_group")
+
+
 def _pipeline_stage(model: Any, state: Any, batches: list[Tensor]) -> None:
     """What torch's pipelining does with a sharded stage: micro-batches without reduction, then one by hand."""
     for x in batches:
@@ -318,7 +322,8 @@ def _pipeline_stage(model: Any, state: Any, batches: list[Tensor]) -> None:
     model.set_reshard_after_backward(True)
     model.set_requires_gradient_sync(True)
     for each in state._state_ctx.all_states:
-        for group in each._fsdp_param_groups:
+        # Stages up to 2.11 know one group of each state.
+        for group in each._fsdp_param_groups if SEVERAL_GROUPS else [each._fsdp_param_group]:
             group.post_backward()
     state._root_post_backward_final_callback()
 

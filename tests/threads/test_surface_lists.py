@@ -26,6 +26,7 @@ from tests.harness.implementations import (
     kinds,
     run,
 )
+from tests.harness.installed import fails_before
 from tests.harness.models import Trained, adamw, assert_same_training, collect, seeded
 from tests.harness.threads import WORLD
 
@@ -83,6 +84,8 @@ def _assert_trains_as_plain(impl: Implementation, program: Program, world: int, 
     run(rank_main, impl, world=world)
 
 
+OLD_TORCH = fails_before((2, 13), "FSDP2 leaves a list full, and outputs uncast, until its last module has run")
+
 # ---- lists: what they are ------------------------------------------------------------------------------------
 
 
@@ -120,6 +123,7 @@ def test_a_module_inside_another_of_the_list_belongs_to_it(impl: Implementation)
 
 @behaviour("modules of a list stay full from the first that runs to the last", area="when parameters are full")
 @for_each_implementation
+@OLD_TORCH
 def test_a_list_is_full_from_the_first_module_to_the_last(impl: Implementation) -> None:
     """And no longer than the outermost forward where the last one does not run."""
 
@@ -240,11 +244,13 @@ PROGRAMS = {
     "micro-batches without synchronisation": _accumulated,
     "an evaluation of one of the modules in between": _evaluated_in_between,
 }
+ENDS_BEFORE_THE_HEAD = ("a loss in chunks, a backward for each", "an evaluation of one of the modules in between")
 
 
 @behaviour("a list trains as plain modules do: {program}", area="training")
 @for_each_implementation
-@pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.parametrize("program", [pytest.param(name, marks=OLD_TORCH if name in ENDS_BEFORE_THE_HEAD else ())
+                                     for name in PROGRAMS])  # fmt: skip
 def test_a_list_trains_as_plain_modules_do(program: str, impl: Implementation) -> None:
     _assert_trains_as_plain(impl, PROGRAMS[program], WORLD)
 
@@ -279,6 +285,7 @@ def test_a_module_of_a_list_alone_in_an_evaluation_leaves_nothing_full(impl: Imp
 
 @behaviour("inputs and outputs of each module of a list are cast", area="mixed precision")
 @for_each_implementation
+@OLD_TORCH
 def test_inputs_and_outputs_of_each_module_of_a_list_are_cast(impl: Implementation) -> None:
     def rank_main(rank: int, impl: Implementation) -> None:
         model = seeded(Model)

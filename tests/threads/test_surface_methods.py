@@ -26,6 +26,7 @@ from tests.harness.implementations import (
     kinds,
     run,
 )
+from tests.harness.installed import needs
 from tests.harness.models import Trained, adamw, assert_same_training, collect, seeded
 from tests.harness.threads import WORLD
 
@@ -177,6 +178,7 @@ def test_a_registered_method_casts_and_runs_without_gradients(impl: Implementati
 
 @behaviour("an exception in a registered method is the user's, and the next call works", area="failures")
 @for_each_implementation
+@needs("torch.distributed.fsdp.FSDPModule.reset_iter_state", half="torch")
 def test_an_exception_in_a_registered_method(impl: Implementation) -> None:
     def rank_main(rank: int, impl: Implementation) -> None:
         model = _talker(impl, ("encode", "fail"), root=True)
