@@ -50,7 +50,8 @@ API: dict[str, tuple[str, str, dict[str, tuple[str, ...]]]] = {
                 "materialize", "load_pretrained", "mark_initialized", "mark_restored", "sync_module_states",
             ),
             "Optimizers and gradients": (
-                "clip_grad_norm_", "step_on_shards", "rebind_optimizer", "step_in_backward", "StepInBackward",
+                "clip_grad_norm_", "grad_stats", "GradientStats", "GradientFigures", "step_on_shards",
+                "rebind_optimizer", "step_in_backward", "StepInBackward",
             ),
             "Full parameters": ("full_params", "unit_open"),
             "Micro-batches and uneven data": ("MicroBatches", "joined", "Turn"),

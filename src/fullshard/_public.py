@@ -29,6 +29,8 @@ from .api import uninstall as uninstall
 from .api import unit_open as unit_open
 from .checkpoint.formats import load_pretrained as load_pretrained
 from .extras import GradientCheck as GradientCheck
+from .extras import GradientFigures as GradientFigures
+from .extras import GradientStats as GradientStats
 from .extras import InvariantBroken as InvariantBroken
 from .extras import InvariantChecks as InvariantChecks
 from .extras import MicroBatches as MicroBatches
@@ -39,6 +41,7 @@ from .extras import StepInBackward as StepInBackward
 from .extras import Turn as Turn
 from .extras import check_gradients as check_gradients
 from .extras import check_invariants as check_invariants
+from .extras import grad_stats as grad_stats
 from .extras import joined as joined
 from .extras import replay as replay
 from .extras import step_in_backward as step_in_backward

@@ -179,6 +179,7 @@ FUNCTIONS: dict[str, Call] = {
             "groups": _is((), "None list"),
         },
     ),
+    "grad_stats": (fullshard.grad_stats, {"model": MODEL._replace(taken="module"), "groups": _is((), "None list")}),
     "find_drift": (fullshard.find_drift, {"model": MODEL}),
     "full_params": (
         lambda **given: _enter(fullshard.full_params(**given)),

@@ -72,6 +72,7 @@ def test_the_promised_names_are_there() -> None:
         "clip_grad_norm_",
         "full_params",
         "fully_shard",
+        "grad_stats",
         "inspect_units",
         "mark_initialized",
         "materialize",

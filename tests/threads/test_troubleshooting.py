@@ -617,3 +617,37 @@ def _(rank: int, title: str) -> None:
     whole.get_submodule("head")(whole(inputs)).square().mean().backward()
     for found, expected in zip(whole_gradients(model), whole_gradients(whole), strict=True):
         torch.testing.assert_close(found, expected)
+
+
+@symptom("A gradient norm is too small")
+def _(rank: int, title: str) -> None:
+    world = dist.get_world_size()
+    model, plain = shard(build()), build()
+    for one, tokens in ((model, tokens_of(rank)), (plain, batch(world, 0))):
+        square(one, tokens).backward()
+    row = Row(title, model=model)
+    wanted: Tensor = plain.layers[0].down.weight.grad
+    norm, mean, _ = row.see()
+    assert norm < 0.95 * float(wanted.norm())
+    assert world != 2 or mean != pytest.approx(float(wanted.mean()), rel=0.01)
+    parts: list[Any] = [None] * world
+    dist.all_gather_object(parts, norm)
+    assert sum(value**2 for value in parts) ** 0.5 == pytest.approx(float(wanted.norm()), rel=1e-4)
+    whole, layer, *figures = row.mend()
+    own = [float(p.grad.norm()) for p in plain.layers[0].parameters()]
+    every = [float(p.grad.norm()) for p in plain.parameters()]
+    assert whole == pytest.approx(sum(x**2 for x in every) ** 0.5, rel=1e-4)
+    assert layer == pytest.approx(sum(x**2 for x in own) ** 0.5, rel=1e-4)
+    expected = [float(wanted.norm()), float(wanted.mean()), float(wanted.abs().max())]
+    assert figures == pytest.approx(expected, rel=1e-4, abs=1e-7)
+
+
+@symptom("Ranks part at a check for NaN")
+def _(rank: int, title: str) -> None:
+    model = shard(build())
+    square(model, tokens_of(rank)).backward()
+    if rank == 1:
+        model.head.weight.grad.to_local()[0, 0] = float("nan")
+    row = Row(title, model=model)
+    assert row.see() == [rank == 1]
+    assert row.mend() == [True, ["head.weight"]]

@@ -58,7 +58,7 @@ def clip_grad_norm_(
     expect_number("norm_type", norm_type, lambda p: p > 0, "a number above 0, or inf")
     expect_flag("error_if_nonfinite", error_if_nonfinite)
     expect_flag("foreach", foreach, or_none=True)
-    further = _stage_axes(items) if groups is None else _expect_groups(groups)
+    further = further_axes(items, groups, "clip_grad_norm_")
     note_clip(items, max_norm, norm_type)
     device = items[0].device if items else torch.device("cpu")
     items = [p for p in items if p.grad is not None]
@@ -107,6 +107,14 @@ def clip_grad_norm_(
     return norm
 
 
+def further_axes(
+    parameters: Sequence[Tensor], groups: Sequence[dist.ProcessGroup | DeviceMesh] | None, what: str
+) -> list[dist.ProcessGroup]:
+    """The groups whose ranks have other parameters of the model: those that the caller of `what` named, or those of a
+    pipeline that `parameters` are of; warns of stages that are unknown or lacking."""
+    return _stage_axes(parameters, what) if groups is None else _expect_groups(groups)
+
+
 def _expect_groups(groups: object) -> list[dist.ProcessGroup]:
     """The process groups that the caller named, each once."""
     named = expect_each(
@@ -121,25 +129,25 @@ def _expect_groups(groups: object) -> list[dist.ProcessGroup]:
     return [group for group in found if group.size() > 1]
 
 
-def _stage_axes(parameters: Sequence[Tensor]) -> list[dist.ProcessGroup]:
+def _stage_axes(parameters: Sequence[Tensor], what: str) -> list[dist.ProcessGroup]:
     """The groups of the pipeline stages that `parameters` are of; warns of stages that the norm will lack."""
     stages = Stages(parameters)
     if stages.unknown is not None:
         warnings.warn(
-            f"clip_grad_norm_: expected groups= for {type(stages.unknown).__name__}, which is reduced as a stage of a "
+            f"{what}: expected groups= for {type(stages.unknown).__name__}, which is reduced as a stage of a "
             f"pipeline, found none: the norm would be this stage's alone, and each stage would scale by its own; pass "
             f"groups=[the process group of the pipeline's axis], or groups=() if there are no other stages",
             UserWarning,
-            stacklevel=3,
+            stacklevel=4,
         )
     elif stages.lacking:
         whole = stages.count + len(stages.lacking)
         warnings.warn(
-            f"clip_grad_norm_: expected the parameters of all {whole} stages of a pipeline that this rank has, found "
+            f"{what}: expected the parameters of all {whole} stages of a pipeline that this rank has, found "
             f"{stages.count}: the norm lacks the others; pass the parameters of all of them in one call, or groups=() "
             f"for the norm of these alone",
             UserWarning,
-            stacklevel=3,
+            stacklevel=4,
         )
     return [axis for axis in stages.axes if axis.size() > 1]
 
@@ -167,14 +175,14 @@ def _split(parameters: list[Tensor]) -> tuple[list[Tensor], _Parts]:
         alike = id(mesh), id(placements), id(whole)
         tensors = lists.get(alike)
         if tensors is None:
-            groups, copies = _summed_over(mesh, placements, whole)
+            groups, copies = summed_over(mesh, placements, whole)
             tensors = by_groups.setdefault(groups, {}).setdefault(copies, []) if groups else plain
             lists[alike] = tensors
         tensors.append(local_of(gradient))
     return plain, by_groups
 
 
-def _summed_over(
+def summed_over(
     mesh: DeviceMesh, placements: tuple[Placement, ...], whole: DeviceMesh | None
 ) -> tuple[tuple[dist.ProcessGroup, ...], int]:
     """The groups over which the powers of a gradient are summed, and how many of their ranks hold the same shard.

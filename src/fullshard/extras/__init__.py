@@ -1,10 +1,14 @@
 """Tools for the training loop on top of the engine's public surface and a few of its functions: micro-batches that fit,
-optimizer steps in backward, one decision on NaN and inf, uneven numbers of batches, replay of a step.
+optimizer steps in backward, one decision on NaN and inf, figures of gradients, uneven numbers of batches, replay of a
+step.
 """
 
 from .check_gradients import GradientCheck as GradientCheck
 from .check_gradients import NonFiniteError as NonFiniteError
 from .check_gradients import check_gradients as check_gradients
+from .grad_stats import GradientFigures as GradientFigures
+from .grad_stats import GradientStats as GradientStats
+from .grad_stats import grad_stats as grad_stats
 from .invariants import InvariantBroken as InvariantBroken
 from .invariants import InvariantChecks as InvariantChecks
 from .invariants import check_invariants as check_invariants

@@ -170,18 +170,18 @@ def _looked_at(named: Sequence[tuple[str, Tensor]], loss: Tensor | float | None)
     found = []
     if loss is not None:
         value = loss if isinstance(loss, Tensor) else torch.tensor(float(loss), dtype=torch.float64)
-        found.append(_LookedAt(0, "loss", _values(value)))
+        found.append(_LookedAt(0, "loss", values_here(value)))
     for i, (name, parameter) in enumerate(named):
         gradient = parameter.grad
         if gradient is None:
             continue
         if isinstance(gradient, PendingGrad):
             gradient.to_local()  # raises, with the reason
-        found.append(_LookedAt(1 + i, name, _values(gradient)))
+        found.append(_LookedAt(1 + i, name, values_here(gradient)))
     return found
 
 
-def _values(tensor: Tensor) -> Tensor:
+def values_here(tensor: Tensor) -> Tensor:
     """This rank's values, as a plain dense tensor."""
     if isinstance(tensor, DTensor):
         tensor = settled(local_of(tensor))  # without detach before: that costs a DTensor dispatch for each
