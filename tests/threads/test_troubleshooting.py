@@ -626,10 +626,10 @@ def _(rank: int, title: str) -> None:
     for one, tokens in ((model, tokens_of(rank)), (plain, batch(world, 0))):
         square(one, tokens).backward()
     row = Row(title, model=model)
-    wanted: Tensor = plain.layers[0].down.weight.grad
-    norm, mean, _ = row.see()
+    wanted: Tensor = plain.layers[0].up.weight.grad
+    norm, count, _ = row.see()
     assert norm < 0.95 * float(wanted.norm())
-    assert world != 2 or mean != pytest.approx(float(wanted.mean()), rel=0.01)
+    assert count < wanted.count_nonzero()
     parts: list[Any] = [None] * world
     dist.all_gather_object(parts, norm)
     assert sum(value**2 for value in parts) ** 0.5 == pytest.approx(float(wanted.norm()), rel=1e-4)
