@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import pytest
 
-from tests.harness import on_device
+from tests.harness import lifetime_faults, on_device
 from tests.harness.errors import RanksFailed
 from tests.harness.models import assert_close_to_tensor_max
 from tests.harness.on_device import Found, Setup
 from tests.harness.pool import pool
-from tests.harness.seeded_faults import FAULTS, seeded
+from tests.harness.seeded_faults import FAULTS, PROVEN, SeededFault, seeded, source_of
 
 # Enough for what is compared a step later.
 STEPS = 2
@@ -73,3 +73,13 @@ def test_the_sound_engine_shows_nothing(setup: Setup, world: int) -> None:
 
 def test_there_are_sixty() -> None:
     assert len(FAULTS) >= 60
+
+
+def test_every_fault_finds_the_text_that_it_changes() -> None:
+    """Also those that only `make test-full` runs."""
+    every: list[object] = [*FAULTS.values(), *(case.fault for case in PROVEN.values())]
+    every += [one for fault in lifetime_faults.LIFETIMES.values() for one in fault]
+    found = [fault for fault in every if isinstance(fault, SeededFault)]
+    assert len(found) >= 100
+    for fault in found:
+        source_of(fault)

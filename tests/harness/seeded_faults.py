@@ -39,21 +39,27 @@ class SeededFault:
     world: int = 2
 
 
-@contextmanager
-def seeded(fault: SeededFault) -> Iterator[None]:
-    """The method of `fault` is faulty inside."""
+def source_of(fault: SeededFault) -> tuple[Any, str, Any, str]:
+    """Owner, name, function and text of the method of `fault`; raises `ValueError` where its text has moved."""
     module_name, _, path = fault.where.partition(":")
     owner: Any = importlib.import_module(f"fullshard.{module_name}")
     *outer, name = path.split(".")
     for part in outer:
         owner = getattr(owner, part)
-    sound = inspect.getattr_static(owner, name)
-    function = inspect.unwrap(sound)
+    function = inspect.unwrap(inspect.getattr_static(owner, name))
     text = textwrap.dedent(inspect.getsource(function))
     if text.count(fault.old) != 1:
         raise ValueError(
             f"{fault.where}: expected {fault.old!r} once, found it {text.count(fault.old)} times; adapt it"
         )
+    return owner, name, function, text
+
+
+@contextmanager
+def seeded(fault: SeededFault) -> Iterator[None]:
+    """The method of `fault` is faulty inside."""
+    owner, name, function, text = source_of(fault)
+    sound = inspect.getattr_static(owner, name)
     made: dict[str, Any] = {}
     names = {**function.__globals__, "side": _side, "here": sys.modules[__name__]}
     text = "from __future__ import annotations\n" + text.replace(fault.old, fault.new)
@@ -557,8 +563,8 @@ PROVEN: dict[str, Case] = {
     "a cast of inputs is skipped in recomputation": Case(
         SeededFault(
             "engine.hooks:UnitHooks._forward_begins",
-            "if policy.cast_forward_inputs and",
-            "if policy.cast_forward_inputs and not here.in_backward() and",
+            "policy.param_dtype if policy.cast_forward_inputs else",
+            "policy.param_dtype if policy.cast_forward_inputs and not here.in_backward() else",
         ),
         "zero3+bf16+recompute",
         "backward",
