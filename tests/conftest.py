@@ -101,7 +101,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(_SkipsNeedAReason(config), "fullshard-skips")
     config.addinivalue_line("markers", "behaviour(title, area, torch, reason): tests/harness/behaviours.py")
     config.addinivalue_line("markers", "needs(names, half): tests/harness/installed.py")
-    config.addinivalue_line("markers", "fails_before(release, reason): tests/harness/installed.py")
+    config.addinivalue_line("markers", "fails_before(release, reason, half): tests/harness/installed.py")
     config.addinivalue_line("markers", "threads_only(reason): left out where ranks are gloo processes (--ranks=gloo)")
     if config.getoption("--world") != 2:
         from tests.harness import threads
@@ -212,11 +212,11 @@ def _skip_what_torch_lacks(item: pytest.Item) -> None:
 
 
 def _expect_failures_of_an_older_torch(item: pytest.Item) -> None:
-    for marker in item.iter_markers("fails_before") if _is_torch_s(item) else ():
+    for marker in item.iter_markers("fails_before"):
         from tests.harness import installed
 
         release, reason = marker.args
-        if installed.release() < release:
+        if installed.release() < release and (_is_torch_s(item) or marker.kwargs["half"] == "both"):
             item.add_marker(pytest.mark.xfail(strict=True, reason=f"{installed.DIFFERS} {reason}"))
 
 

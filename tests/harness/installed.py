@@ -71,9 +71,12 @@ def needs(*names: str, half: Literal["both", "torch"] = "both") -> pytest.MarkDe
     return pytest.mark.needs(*names, half=half)
 
 
-def fails_before(release: tuple[int, int], reason: str) -> pytest.MarkDecorator:
-    """Mark a test, or one case of it, whose run for torch's FSDP2 fails before `release`: (2, 12) means up to 2.11."""
-    return pytest.mark.fails_before(release, reason)
+def fails_before(
+    release: tuple[int, int], reason: str, *, half: Literal["both", "torch"] = "torch"
+) -> pytest.MarkDecorator:
+    """Mark a test, or one case of it, that fails before `release`, (2, 12) meaning up to 2.11; `half`: "torch" is its
+    run for torch's FSDP2 alone."""
+    return pytest.mark.fails_before(release, reason, half=half)
 
 
 # Torch's class where it has one, for what takes torch's and ours; else ours.

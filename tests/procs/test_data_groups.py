@@ -137,10 +137,13 @@ class _Own:
         self, *, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, **more: Any
     ) -> Any:
         self.calls += 1
+        # Their names from 2.13 on.
+        gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+        scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
         if "op" in more:
-            dist.reduce_scatter_single(output_tensor, input_tensor, op=more["op"], group=group)
+            scatter(output_tensor, input_tensor, op=more["op"], group=group)
         else:
-            dist.all_gather_single(output_tensor, input_tensor, group=group)
+            gather(output_tensor, input_tensor, group=group)
         return self if self.says else None
 
     def wait(self) -> None:
