@@ -15,6 +15,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -47,6 +48,46 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
     lists = [module for module in model.modules() if isinstance(module, (nn.ModuleList, nn.Sequential))]
     largest = max(lists, key=lambda found: sum(p.numel() for p in found.parameters()), default=None)
     return [child for child in largest or () if next(child.parameters(), None) is not None and child is not model]
+
+
+# ---- modules that compute in the dtype of their parameters -----------------------------------------------------------
+
+# What users call torch's base class of its BatchNorms, SyncBatchNorm included.
+BATCH_NORM = "BatchNorm"
+_BASES = {BATCH_NORM: "_BatchNorm"}
+
+
+def modules_of(model: nn.Module, names: Iterable[str]) -> list[nn.Module]:
+    """Modules in `model` whose class, or a class that it derives from, has one of `names`; `*` stands for any text, and
+    "BatchNorm" for all of torch's BatchNorms.
+
+    >>> model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.LayerNorm(4))
+    >>> [type(module).__name__ for module in modules_of(model, ["BatchNorm", "*RMSNorm"])]
+    ['BatchNorm1d']
+    """
+    wanted = [_BASES.get(name, name) for name in names]
+    return [
+        module
+        for module in model.modules()
+        if any(fnmatchcase(cls.__name__, name) for cls in type(module).__mro__ for name in wanted)
+    ]
+
+
+class OwnDtype:
+    """A `param_dtype_override_fn`: all parameters of `modules` compute in their own dtype, the others in `param_dtype`.
+
+    It holds modules and not parameters, which would keep them alive, whole, after they were sharded.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self.modules = tuple(modules)
+
+    def __call__(self, parameter: nn.Parameter) -> torch.dtype | None:
+        kept = any(parameter is own for module in self.modules for own in module.parameters())
+        return parameter.dtype if kept else None
+
+
+# ---- programs --------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -194,6 +194,34 @@ def test_pure_says_that_gradients_are_reduced_in_low_precision(name: str, key: s
     assert "reduced in the low precision" in next(each.reason for each in found.findings if each.key == key)
 
 
+@pytest.mark.parametrize("written", [{}, {"reduce_dtype": None}])
+@pytest.mark.parametrize(
+    ("name", "key"),
+    [("foundry", "fsdp_config.mixed_precision"), ("composer", "fsdp.mixed_precision"), ("composer", "mixed_precision")],
+)
+def test_a_reduction_that_is_left_out_is_in_the_dtype_of_compute(name: str, key: str, written: dict[str, Any]) -> None:
+    found = _convert(name, {key: {"param_dtype": "bf16", **written}, "precision": "amp_bf16"})
+    assert found.config.precision.dtypes == ("bfloat16", "bfloat16", None)
+    said = next(each for each in found.findings if "precision.reduce" in each.setting)
+    assert said.default and "as there" in said.reason
+    other = _convert(name, {key: {"param_dtype": "bf16", "reduce_dtype": "fp32"}})
+    assert other.config.precision.dtypes == ("bfloat16", "float32", None)
+
+
+@pytest.mark.parametrize("each", FORMATS, ids=lambda each: each.name)
+def test_what_computes_in_a_lower_dtype_says_in_which_it_reduces(each: Any) -> None:
+    """Of every case of every rule: where a file leaves the dtype of reductions out, the settings have it."""
+    met = 0
+    for rule in each.rules:
+        for case in rule.cases:
+            if {"precision.mode", "precision.param"} & case.settings.keys():
+                value = "bfloat16" if case.when == TEXT else case.when
+                compute, reduce, _ = _convert(each.name, {rule.key: value}).config.precision.dtypes
+                assert (reduce is None) == (compute is None), (rule.key, value)
+                met += compute is not None
+    assert met or each.name == "hf"
+
+
 def test_accelerate_says_that_it_reduces_in_the_compute_dtype() -> None:
     found = _convert("accelerate", {"mixed_precision": "bf16", "distributed_type": "FSDP"})
     assert found.config.precision.dtypes == ("bfloat16", "bfloat16", None)

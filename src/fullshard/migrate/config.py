@@ -110,6 +110,12 @@ class PrecisionKeys:
         spellings=("output_dtype",),
     )
     cast_inputs: bool = setting(True, "cast inputs of units to the compute dtype", spellings=("cast_forward_inputs",))
+    keep_float32: tuple[str, ...] = setting(
+        ("BatchNorm",),
+        "names of classes whose modules compute in the dtype of their parameters, derived classes included; `*` stands "
+        'for any text, "BatchNorm" for each of torch\'s',
+        spellings=("keep_in_fp32", "module_classes_to_ignore", "_module_classes_to_ignore"),
+    )
 
     @property
     def dtypes(self) -> tuple[str | None, str | None, str | None]:
@@ -229,6 +235,7 @@ class ShardingConfig:
         ):
             raise invalid("sharding.pin_memory", False, "has no effect without cpu_offload", "cpu_offload = true")
         self._check_activations()
+        self._check_kept()
         if self.micro_batches.size == 0 and self.micro_batches.reduce != "last":
             raise invalid("micro_batches.reduce", "each", "has no effect without micro_batches.size", 'size = "auto"')
         if self.state_dict.rank0_only and self.state_dict.kind != "full":
@@ -238,6 +245,14 @@ class ShardingConfig:
                 raise ConfigError(f'override[{number}].modules: expected the units meant, such as "layers.0"')
             if all(getattr(found, key.name) is None for key in fields(Override)[1:]):
                 raise ConfigError(f"override[{number}]: expected a setting for {found.modules}, found none")
+
+    def _check_kept(self) -> None:
+        keys = self.precision
+        dtypes = [keys.dtypes[0], *(found.param for found in self.override)]
+        low = any(name not in (None, DEFAULT) for name in dtypes) or self.wrap.by == "function"
+        if keys.keep_float32 not in ((), PrecisionKeys().keep_float32) and not low:
+            problem = "has no effect where all compute in the dtype of the parameters"
+            raise invalid("precision.keep_float32", list(keys.keep_float32), problem, 'precision.mode = "DEFAULT"')
 
     def _check_activations(self) -> None:
         keys = self.activation_checkpointing

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from fnmatch import fnmatchcase
@@ -23,6 +24,7 @@ from ..observe import report
 from ..observe.report import human
 from ..policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from ..policy.arguments import expect, expect_callable, expect_flag, expect_module, expect_optimizers
+from ..program import BATCH_NORM, OwnDtype, modules_of
 from .activations import checkpoint_activations
 from .config import AUTO, DEFAULT, Override, ShardingConfig
 from .initialise import Init, fill, send_values, source_of
@@ -56,7 +58,8 @@ class UnitRow:
 class Prepared:
     """What `prepare_fully_shard` did, as data; `str` prints it.
 
-    source: where values came from, "auto" resolved. checkpointed: modules whose activations are not kept.
+    source: where values came from, "auto" resolved. checkpointed: modules whose activations are not kept. kept: modules
+    that compute in the dtype of their parameters, by `precision.keep_float32`, in units that compute in a lower one.
     uninitialised: names that nothing wrote; the first forward refuses them. optimizers: those that were given, on the
     sharded parameters. micro_batches: the `MicroBatches` of the configuration, None for whole batches.
     """
@@ -68,6 +71,7 @@ class Prepared:
     ties: tuple[Tie, ...]
     source: str
     checkpointed: tuple[str, ...]
+    kept: tuple[str, ...]
     uninitialised: tuple[str, ...]
     optimizers: tuple[torch.optim.Optimizer, ...]
     micro_batches: MicroBatches | None
@@ -90,6 +94,10 @@ class Prepared:
         sizes = "x".join(map(str, self.mesh.mesh.shape))
         lines += [str(tie) for tie in self.ties]
         lines.append(f"mesh: {sizes} {self.mesh.device_type}; values: {self.source}")
+        if self.kept:
+            counts = Counter(class_of(self.model.get_submodule(name)) for name in self.kept)
+            shown = ", ".join(f"{count} {name}" for name, count in counts.items())
+            lines.append(f"computed in the dtype of their parameters: {shown}")
         if self.checkpointed:
             lines.append(f"activations not kept: {', '.join(self.checkpointed)}")
         if self.uninitialised:
@@ -165,6 +173,9 @@ def prepare_fully_shard(
     _refuse_strangers(model, optimizers)
     mesh = _mesh(config, mesh)
     arguments = {plan.name: _arguments(plan, config, overrides[plan.name], mesh, ignored) for plan in plans}
+    kept = _kept(tree, plans, arguments, config.precision.keep_float32)
+    for plan in plans:
+        arguments[plan.name] |= _policy_that_keeps(arguments[plan.name]["mp_policy"], kept[plan.name])
     source = source_of(model, config.initialisation, mesh)
 
     checkpointed = _checkpoint(model, tree, plans, config)
@@ -186,6 +197,7 @@ def prepare_fully_shard(
         tuple(ties),
         source,
         checkpointed,
+        _kept_names(tree, plans, kept),
         uninitialised,
         optimizers,
         _micro_batches(model, config),
@@ -308,6 +320,54 @@ def _arguments(
         "ignored_params": ignored or None,
         **plan.arguments,
     }
+
+
+def _kept(
+    tree: Tree, plans: Iterable[UnitPlan], arguments: Mapping[str, Mapping[str, Any]], names: Iterable[str]
+) -> dict[str, list[nn.Module]]:
+    """Of each unit the modules below it that compute in the dtype of their parameters, where the unit would cast these.
+    Raises `ValueError` for a name of no class of the model."""
+    for name in names:
+        if name != BATCH_NORM and not modules_of(tree.model, (name,)):
+            raise ValueError(
+                f"precision.keep_float32: expected names of classes in {class_of(tree.model)}, found {name!r}, which "
+                f"is none of them{nearest(name, tree.classes())}"
+            )
+    chosen = {below: None for module in modules_of(tree.model, names) for below in module.modules()}
+    found: dict[str, list[nn.Module]] = {}
+    for plan in plans:
+        compute = arguments[plan.name]["mp_policy"].param_dtype
+        # A tied parameter is below its unit, perhaps in an inner one.
+        below = dict.fromkeys(module for name in plan.modules for module in tree.modules[name].modules())
+        found[plan.name] = [
+            module
+            for module in below
+            if module in chosen and any(_is_cast(p, compute) for p in module.parameters(recurse=False))
+        ]
+    return found
+
+
+def _kept_names(tree: Tree, plans: Iterable[UnitPlan], kept: Mapping[str, list[nn.Module]]) -> tuple[str, ...]:
+    """Names of the modules of `kept` that are in the unit itself."""
+    unit_of = {tree.modules[name]: plan.name for plan in plans for name in plan.modules}
+    inner: dict[nn.Module, str] = {}
+    for plan in plans:  # inner ones first
+        for name in plan.modules:
+            for module in tree.modules[name].modules():
+                inner.setdefault(module, unit_of[tree.modules[name]])
+    return tuple(name for module, name in tree.names.items() if module in kept[inner[module]])
+
+
+def _is_cast(parameter: nn.Parameter, compute: torch.dtype | None) -> bool:
+    return compute is not None and parameter.is_floating_point() and parameter.dtype != compute
+
+
+def _policy_that_keeps(policy: Any, modules: list[nn.Module]) -> dict[str, Any]:
+    """The changed argument, if any; a function that the user chose stays."""
+    if not modules or getattr(policy, "param_dtype_override_fn", None) is not None:
+        return {}
+    policies = {each.name: getattr(policy, each.name) for each in fields(policy)}
+    return {"mp_policy": MixedPrecisionPolicy(**{**policies, "param_dtype_override_fn": OwnDtype(modules)})}
 
 
 def _checkpoint(model: nn.Module, tree: Tree, plans: Iterable[UnitPlan], config: ShardingConfig) -> tuple[str, ...]:

@@ -76,8 +76,16 @@ CONFIG: tuple[Rule, ...] = (
         Case(TABLE, EXACT, {}, "its dtypes, one by one"),
         absent="DEFAULT",
     ),
-    rule("mixed_precision.param_dtype", Case(TEXT, EXACT, {PARAM: GIVEN}, "dtype of compute")),
-    rule("mixed_precision.reduce_dtype", Case(TEXT, EXACT, {REDUCE: GIVEN}, "dtype in which gradients are averaged")),
+    rule(
+        "mixed_precision.param_dtype",
+        Case(None, EXACT, {}, "that of the parameters"),
+        Case(TEXT, EXACT, {PARAM: GIVEN}, "dtype of compute"),
+    ),
+    rule(
+        "mixed_precision.reduce_dtype",
+        Case(None, EXACT, {}, "that of compute, which precision.reduce then says"),
+        Case(TEXT, EXACT, {REDUCE: GIVEN}, "dtype in which gradients are averaged"),
+    ),
     rule("mixed_precision.buffer_dtype", Case(TEXT, LOSSY, {}, "buffers keep their dtype, as in Composer's FSDP2")),
     switch("keep_low_precision_grads", LOSSY, {}, "gradients always have the dtype of the parameters"),
     switch("cpu_offload", EXACT, {OFFLOAD: True}, "Composer refuses it; here shards are in host memory"),

@@ -30,7 +30,9 @@ from .rules import (
     LEAST,
     MODE,
     OFFLOAD,
+    PARAM,
     PIN,
+    REDUCE,
     WRAP,
     Case,
     Format,
@@ -143,6 +145,7 @@ class _Converter:
         for key, value in self._keys():
             self._convert_key(key, value)
         self._convert_absent()
+        self._check_reduction()
         self._check_buffers()
         self._check_hybrid()
         self._check_dependent()
@@ -269,6 +272,18 @@ class _Converter:
             assert absent is not None
             if absent.settings or absent.verdict != EXACT:
                 self._apply(rule, absent, rule.key, rule.absent, default=True)
+
+    def _check_reduction(self) -> None:
+        """Sources that leave the dtype of reductions out reduce in that of compute, as FSDP1 and FSDP2 up to torch 2.14
+        do; here it would be that of the parameters."""
+        compute = self.settings.get(PARAM)
+        mode = self.settings.get(MODE)
+        if compute is None or REDUCE in self.settings or (mode is not None and mode.value != "FULL"):
+            return
+        key = next((r.key for r in self.format.rules if any(REDUCE in c.settings for c in r.cases)), compute.key)
+        self.settings[REDUCE] = _Setting(compute.value, key, False)
+        reason = "gradients are averaged in the dtype of compute, as there"
+        self._say(key, None, EXACT, reason, {REDUCE: compute.value}, True)
 
     def _applies(self, rule: Rule) -> bool:
         name = rule.key.rpartition(".")[2]
