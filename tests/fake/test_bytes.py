@@ -11,8 +11,10 @@ from torch import Tensor
 
 from benchmarks.bytes import TINY, figures
 from benchmarks.counting import ByteCounter
+from benchmarks.host import Chain
 from fullshard.comm import PlannedGather, ShardGroup
 from fullshard.comm.reduction import MessageReduce
+from tests.harness.installed import has
 
 
 def _figure(precision: str, world: int, way: str = "NCCL plan") -> dict[str, Any]:
@@ -26,7 +28,11 @@ def _figure(precision: str, world: int, way: str = "NCCL plan") -> dict[str, Any
 def test_fsdp2_writes_what_is_known_of_it(precision: str, world: int, written: float, sent: float) -> None:
     """From its source: cast, copy-in and copy-out of both gathers, and the reduction's staging."""
     found = _figure(precision, world, "fsdp2")
-    assert (found["written"], found["sent"]) == (written, sent)
+    if precision == "mixed precision" and has("torch.ops.fsdp.chunk_cat_mixed_dtype"):
+        # From 2.15 on a norm's gradient, computed in float32, is not cast to bfloat16 on its way to the reduction.
+        sizes = [(p.numel(), p.dim()) for p in Chain(TINY).parameters()]
+        written -= 2 * sum(n for n, dim in sizes if dim == 1) / sum(n for n, _ in sizes)
+    assert (found["written"], found["sent"]) == (pytest.approx(written, abs=5e-5), sent)
 
 
 @pytest.mark.parametrize(("precision", "written"), [("fp32", 0.3), ("mixed precision", 4.6), ("bf16 storage", 0.3)])

@@ -17,12 +17,20 @@ def settle() -> None:
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    with warnings.catch_warnings():
-        # Once in each process, as the engine counts devices.
-        warnings.filterwarnings("ignore", "CUDA initialization", UserWarning)
-        torch.ones(1, requires_grad=True).sum().backward()
+    count_devices()
+    torch.ones(1, requires_grad=True).sum().backward()
     with FakeTensorMode():
         pass
+
+
+def count_devices() -> None:
+    """From 2.15 on the first count of devices in a process warns that there are none; often a backward counts first."""
+    import torch
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "CUDA initialization", UserWarning)
+        torch.cuda.device_count()
+        torch.accelerator.is_available()
 
 
 def settle_if_imported() -> None:

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tests.harness import collecting
+from tests.harness import collecting, cuda_builds
 
 # The worker dumps the stacks of all its threads to its file of stacks on this signal, also while it sits in C code.
 STACKS_SIGNAL = signal.SIGUSR1
@@ -66,6 +66,7 @@ def main(number: int, folder: str, conn: Connection) -> None:
     # The host name may resolve to an address that nothing routes; ranks of one machine meet on loopback.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     torch.set_num_threads(1)
+    cuda_builds.count_devices()
     gc.freeze()  # torch's own objects never become garbage; without this a collection takes 150 ms
     try:
         while True:
