@@ -31,7 +31,7 @@ import torch.distributed as dist
 
 from fullshard.guard.watch import _end as say_the_end
 from tests.faults.cases import GROUP_SECONDS
-from tests.harness.forked import _clear_sharding_prop_cache
+from tests.harness.installed import clear_sharding_cache
 
 
 @dataclass(frozen=True)
@@ -216,7 +216,7 @@ def _rank_main(
     os.environ.update(environment)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank))
     torch.set_num_threads(1)
-    _clear_sharding_prop_cache()
+    clear_sharding_cache()
     told = Told(folder / f"strikes{rank}")
     error: Caught | None = None
     logged: list[str] = []

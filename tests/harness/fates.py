@@ -29,10 +29,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from fullshard.checkpoint import background
 from fullshard.guard import watch
+from tests.harness.installed import clear_sharding_cache
 
 
 @dataclass(frozen=True)
@@ -145,7 +145,7 @@ def _rank_main(
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     os.environ.update(environment)
     torch.set_num_threads(1)
-    _clear_sharding_prop_cache()
+    clear_sharding_cache()
     begun, told = time.monotonic(), Told()
     try:
         store = _store(rank, folder)

@@ -26,10 +26,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from tests.harness import collecting
 from tests.harness.errors import RankReport, RanksFailed
+from tests.harness.installed import clear_sharding_cache
 
 # How long the others may take to answer after one has failed: they run into the end of its connection.
 _AFTER_FAILURE_SECONDS = 5.0
@@ -103,7 +103,7 @@ def _rank_main(
     torch.set_num_threads(1)
     # DTensor remembers the mesh of an operation's result. A fork inherits what this process saw as rank 0 of a fake
     # world, whose mesh is equal to the fork's, and other ranks would get results that say they are rank 0's.
-    _clear_sharding_prop_cache()
+    clear_sharding_cache()
     try:
         dist.init_process_group(
             "gloo",

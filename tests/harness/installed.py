@@ -94,3 +94,14 @@ if TorchPlacementResult is None:
 
 PLACEMENT_RESULT = "torch.distributed.fsdp._fully_shard._fsdp_common.ShardPlacementResult"
 MESH_DIMS = "torch.distributed.fsdp.DataParallelMeshDims"
+
+
+def clear_sharding_cache() -> None:
+    """Forget what DTensor remembers of operations, in this thread."""
+    from torch.distributed.tensor import debug
+
+    if hasattr(debug, "_clear_sharding_prop_cache"):
+        debug._clear_sharding_prop_cache()
+    else:  # torch 2.10
+        debug._clear_python_sharding_prop_cache()
+        debug._clear_fast_path_sharding_prop_cache()

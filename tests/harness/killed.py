@@ -25,7 +25,8 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+from tests.harness.installed import clear_sharding_cache
 
 OPERATIONS = frozenset({"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "fcntl.flock", "os.listdir"})
 # Exit statuses of a rank.
@@ -118,7 +119,7 @@ def _fork(
 def _join(rank: int, world: int, rendezvous: str) -> None:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     torch.set_num_threads(1)
-    _clear_sharding_prop_cache()
+    clear_sharding_cache()
     if world > 1:
         dist.init_process_group(
             "gloo",

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
-from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from fullshard.program import Program, find_program
@@ -21,6 +20,7 @@ from fullshard.verify.comparison import Comparison, Result
 from fullshard.verify.setting import Setting
 from fullshard.verify.strategy import parse_strategy
 from fullshard.verify.subject import _train
+from tests.harness.installed import clear_sharding_cache
 from tests.harness.pool import pool
 from tests.harness.seeded_faults import RECEIVE, REDUCED, SENT_FRESH, TAKE, SeededFault, seeded
 
@@ -273,7 +273,7 @@ def _record(rank: int, setting: Setting, folder: str, fault: SeededFault | None)
     warnings.filterwarnings("ignore", "buffers differ between ranks")
     warnings.filterwarnings("ignore", "FSDP2-wrapped module")
     # DTensor keeps meshes of earlier jobs in this process, whose groups are gone, and takes them for equal ones.
-    _clear_sharding_prop_cache()
+    clear_sharding_cache()
     with seeded(fault) if fault is not None else nullcontext():
         _train(find_program(setting.entry), setting, torch.device("cpu"), Path(folder))
 
