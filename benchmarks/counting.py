@@ -26,6 +26,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 # New memory without contents, and changes of what a tensor says about its memory.
@@ -309,3 +310,80 @@ def gloo_plan(direct_nbytes: int) -> Iterator[None]:
         mock.patch("fullshard.layout.gather.PAIRWISE_GRADIENT_NBYTES", direct_nbytes),
     ):
         yield
+
+
+class KernelCounter(TorchDispatchMode):
+    """Kernels that CUDA runs for the operators of a device, by kind, while it is entered: `kinds`, and `names`.
+
+    copies, casts     of one dtype to the same one, and to another
+    fills             of a value;  host: copies between host and device, those of addresses included
+    arithmetic        the rest;    messages: calls of collectives
+
+    One kernel for an operator, except: views and new memory run none; a `_foreach_` operator one for all tensors if
+    they are dense and laid out alike, as its fast path asks for, and one for each otherwise; torch's `chunk_cat` and
+    `split_with_sizes_copy` one, and a copy of the addresses from the host. Operators on DTensors count as what they
+    run.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self.kinds: Counter[str] = Counter()
+        self.names: Counter[str] = Counter()
+        self._device = device.type
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented
+        result = func(*args, **(kwargs or {}))
+        given = [*args, *(kwargs or {}).values()]
+        tensors = [*_tensors(given), *_tensors([result])]
+        if self._device in {tensor.device.type for tensor in tensors}:
+            self._count(func, given, result, tensors)
+        return result
+
+    def _count(self, func: Any, given: list[Any], result: Any, tensors: list[Tensor]) -> None:
+        name = func._schema.name.partition("::")[2]
+        infos = [argument.alias_info for argument in func._schema.arguments]
+        views = any(info is not None and not info.is_write for info in infos)
+        if name in _WRITES_NOTHING or views or not any(tensor.numel() for tensor in tensors):
+            return
+        kind, kernels = "arithmetic", 1
+        if func.namespace == "c10d":
+            kind = "messages"
+        elif len({tensor.device.type for tensor in tensors if tensor.dim()}) > 1 or name == "_local_scalar_dense":
+            kind = "host"
+        elif name in ("split_with_sizes_copy", "chunk_cat", "_chunk_cat"):
+            self.kinds["host"] += 1
+        elif name.startswith("_foreach_"):
+            kernels = _foreach_kernels([list(_tensors([value])) for value in given if isinstance(value, (list, tuple))])
+        if kind == "arithmetic" and any(word in name for word in ("copy", "clone", "cat")):
+            kind = "casts" if len({tensor.dtype for tensor in tensors}) > 1 else "copies"
+        elif kind == "arithmetic" and any(word in name for word in ("zero", "fill", "ones", "full", "scalar_tensor")):
+            kind = "fills"
+        self.kinds[kind] += kernels
+        self.names[name] += kernels
+
+
+def _foreach_kernels(lists: list[list[Tensor]]) -> int:
+    """Of a `_foreach_` operator on CUDA."""
+    lists = [tensors for tensors in lists if tensors]
+    first = lists[0]
+    alike = all(
+        one.shape == other.shape
+        and all(n == 1 or a == b for n, a, b in zip(one.shape, one.stride(), other.stride(), strict=True))
+        for tensors in lists[1:]
+        for one, other in zip(first, tensors, strict=True)
+    )
+    dense = all(_is_dense(tensor) for tensors in lists for tensor in tensors)
+    same = all(len({tensor.dtype for tensor in tensors}) == 1 for tensors in lists)
+    return 1 if alike and dense and same else len(first)
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """Whether the elements fill a range of memory, each once, in any order of dimensions."""
+    expected = 1
+    for stride, size in sorted((s, n) for s, n in zip(tensor.stride(), tensor.shape, strict=True) if n != 1):
+        if stride != expected:
+            return False
+        expected *= size
+    return True

@@ -63,6 +63,7 @@ from .dtensor import (
     take_spec,
     without_torch_functions,
 )
+from .foreach import copied_into_one
 from .groups import (
     NcclWatchdog,
     Recorded,
@@ -123,6 +124,7 @@ __all__ = [
     "capturing",
     "children_of",
     "concatenated_mesh",
+    "copied_into_one",
     "current_backward",
     "current_node",
     "current_stream_of",

@@ -85,7 +85,7 @@ def settled(tensor: Tensor) -> Tensor:
 def dtensor_without_data(cls: type[DTensor], like: Tensor, dtype: torch.dtype) -> DTensor:
     """An instance of the DTensor subclass `cls` with the spec of `like` in `dtype`, and a dummy local tensor.
     Operations on it go to the `__torch_dispatch__` of `cls`."""
-    local = torch.zeros((), dtype=dtype, device=like.device).expand(local_of(like).shape)
+    local = torch.empty((), dtype=dtype, device=like.device).expand(local_of(like).shape)
     spec = cast(Any, like)._spec
     if spec.tensor_meta.dtype is not dtype:
         spec = _spec_in(spec, dtype)

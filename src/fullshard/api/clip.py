@@ -210,7 +210,8 @@ def summed_over(
 
 # Each row is summed in at least float32, the row sums in float64. A float32 sum over a large matrix is off by 1e-5 on a
 # CPU, and the error depends on the number of ranks; float64 throughout takes five to ten times as long.
-# A row is never split between ranks, so its sum does not depend on the number of ranks.
+# A row is never split between ranks, so its sum does not depend on the number of ranks. On a device all is float64: one
+# kernel for all gradients, which reads as many bytes, where rows would be one for each.
 _LEAST_ROW_NUMEL, _MOST_ROW_NUMEL = 64, 4096
 
 
@@ -224,7 +225,8 @@ def _norm(tensors: list[Tensor], norm_type: float, device: torch.device) -> Tens
         if numel == 0:
             continue
         row_numel = numel // shape[0] if len(shape) > 1 else 1
-        if row_numel < _LEAST_ROW_NUMEL or tensor.dtype.itemsize > 4 or not tensor.is_contiguous():
+        on_device = tensor.device.type != "cpu"
+        if on_device or row_numel < _LEAST_ROW_NUMEL or tensor.dtype.itemsize > 4 or not tensor.is_contiguous():
             precise.append(tensor)
             continue
         if len(shape) > 2:

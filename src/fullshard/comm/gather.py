@@ -223,10 +223,14 @@ class PlannedGather:
                 leaving = staging.views[-1]
                 own, places = [*own, packed.own], [*places, leaving]
             torch._foreach_copy_(places, own)
-        if direct.outs:
-            self._works += self._group.gather_each(direct.outs, direct.leaving)
+        outs, pieces = direct.outs, direct.leaving
         if staging is not None and leaving is not None:
-            self._works.append(self._group.gather_into(staging.tensor, leaving))
+            if outs and self._group.one_launch:
+                outs, pieces = [*outs, staging.tensor], [*pieces, leaving]
+            else:
+                self._works.append(self._group.gather_into(staging.tensor, leaving))
+        if outs:
+            self._works += self._group.gather_each(outs, pieces)
 
     def complete(self) -> None:
         # Drop the works even if one of them raises: a retry must not wait for them again.

@@ -27,6 +27,7 @@ from collections.abc import Collection, Sequence
 import torch
 from torch import Tensor
 
+from .._torch import copied_into_one
 from ..guard import node, same_on_all, scope_of
 from ..layout import FlatLayout, ReduceLayout, ShardLayout, direct_gradients, exchanges_gradients
 from ..policy import Controls, Scale, resolve_scale
@@ -269,11 +270,14 @@ class NativeReduce(MessageReduce):
     def send(
         self, send: Slot, dtype: torch.dtype, gradients: Sequence[Tensor | None], carried: Comparison | None
     ) -> FirstStage:
+        given = [gradients[index] for index in self.layout.direct]
+        cast = [gradient for gradient in given if gradient is not None and gradient.dtype is not dtype]
+        casts = iter(copied_into_one(cast, dtype) if cast else ())
         large = [
             torch.zeros(numel, dtype=dtype, device=self.device)
-            if (gradient := gradients[index]) is None
-            else gradient.to(dtype).contiguous().view(-1)
-            for index, numel in zip(self.layout.direct, self._numels, strict=True)
+            if gradient is None
+            else (gradient.contiguous() if gradient.dtype is dtype else next(casts)).view(-1)
+            for gradient, numel in zip(given, self._numels, strict=True)
         ]
         if self.scale.overflows and self.scale.before != 1:
             # Divide first, as FSDP2 does: a sum of many float16 gradients overflows.

@@ -340,12 +340,18 @@ class StagedReduction:
 
     def _add_partials(self, total: Tensor) -> None:
         layout = self._chunks.layout
-        for index, partial in enumerate(self._partials):
-            if partial is not None:
-                offset = layout.pack.segments[index].offset
-                total.narrow(0, offset, partial.numel()).add_(partial)
-                # All ranks of a parameter have a partial sum, or none has.
-                total[layout.grad_present_offset + index].add_(1)
+        partials = [(index, partial) for index, partial in enumerate(self._partials) if partial is not None]
+        if not partials:
+            return
+        starts = [layout.pack.segments[index].offset for index, _ in partials]
+        sums = [total.narrow(0, start, one.numel()) for start, (_, one) in zip(starts, partials, strict=True)]
+        torch._foreach_add_(sums, [partial for _, partial in partials])
+        # All ranks of a parameter have a partial sum, or none has.
+        flags = total[layout.grad_present_offset :]
+        if len(partials) == len(layout.pack.segments):
+            flags[: len(partials)].add_(1)
+        else:
+            torch._foreach_add_([flags[index] for index, _ in partials], 1)
 
     def _kept(self, total: Tensor) -> tuple[list[Tensor | None], HostCopy | None]:
         kept = total.to(self._after.dtypes.reduce, copy=self._first.reuses)
@@ -430,6 +436,11 @@ class MessageReduce:
         self._zeroed = layout.padding if len(layout.padding) <= _PADDINGS else ((0, layout.message_numel),)
         self._world = world
         self._all_present = len(pack.segments)
+        # [start, stop) of flags and the padding after them, which nobody reads: one operation writes both.
+        flags = layout.grad_present_offset - layout.message_start
+        tail = flags + self._all_present, layout.message_numel
+        self._flags = (flags, tail[1]) if layout.facts_numel == 0 and tail in self._zeroed else None
+        self._zeroed_beside_flags = tuple(span for span in self._zeroed if span != tail)
         self._keys: dict[tuple[str, torch.dtype], int] = {}
 
     def issue(
@@ -481,15 +492,19 @@ class MessageReduce:
         # Other ranks receive its padding. Of a kept buffer that is zeroed once and never written.
         keeps = self.pool.keeps
         slot = self.pool.take(self.key("send", dtype), self.numel, dtype, self.device, self._send_views, zeroed=keeps)
-        if not keeps:
-            chunks = slot.tensor.view(self._world, -1)
-            for start, stop in self._zeroed:
-                chunks[:, start:stop].zero_()
         grad_present = slot.views[-1]
         sources, destinations = [], []
         complete = True
         for gradient in gradients:
             complete = complete and gradient is not None
+        if not keeps:
+            chunks = slot.tensor.view(self._world, -1)
+            zeroed = self._zeroed
+            if complete and self._flags is not None:
+                start, stop = self._flags
+                grad_present, zeroed = chunks[:, start:stop], self._zeroed_beside_flags
+            for start, stop in zeroed:
+                chunks[:, start:stop].zero_()
         views = iter(slot.views)
         for position, regions, rows in self._targets:
             gradient = gradients[position]
