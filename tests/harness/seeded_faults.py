@@ -469,7 +469,7 @@ PROVEN: dict[str, Case] = {
         "micro-batch 0 is missing",
     ),
     "held gradients are added twice": Case(
-        SeededFault(TAKE, "gradients.sum_with_held() if", "gradients.sum_with_held() + gradients.live_held() if"),
+        SeededFault(TAKE, "sums[i] if", "sums[i] + gradients.live_held() if"),
         "zero2+micro=2",
         "backward",
         "norm.norm.bias",

@@ -42,7 +42,7 @@ from ..layout import (
 from ..policy import Precision
 from .initial import poison
 from .placement import NormMesh, Placing, cut_shape, own_spec, sharded_spec
-from .sharded import GATHER_METHODS, ParamGradients, ShardedParam, claim, class_of, full_of
+from .sharded import GATHER_METHODS, ShardedParam, claim, class_of, full_of
 from .swap import Found, OwnedMemory, SharedMemory, Swap
 
 # ---- group -----------------------------------------------------------------------------------------------------------
@@ -367,11 +367,27 @@ class ParamGroup:
     def take_gradients(self, *, with_held: bool) -> list[Tensor | None]:
         """The full gradients to reduce, one for each trainable parameter; None where there is none. `with_held`: with
         those of earlier backwards, in the reduce dtype."""
-        each = [self.params[i].gradients for i in self.trainable]
-        taken = _sums_with_held(each, self.precision.reduce) if with_held else [gradients.fresh for gradients in each]
-        for gradients in each:
+        sums = self._sums_with_held() if with_held else {}
+        taken = []
+        for i in self.trainable:
+            gradients = self.params[i].gradients
+            taken.append(sums[i] if sums else gradients.fresh)
             gradients.fresh = None
         return taken
+
+    def _sums_with_held(self) -> dict[int, Tensor | None]:
+        """By position `sum_with_held` of each trainable parameter; on a device in two kernels for all."""
+        dtype, pairs = self.precision.reduce, {}
+        for i in self.trainable:
+            held, fresh = self.params[i].gradients.live_held(), self.params[i].gradients.fresh
+            if held is not None and held.dtype is dtype and fresh is not None and fresh.device.type != "cpu":
+                pairs[i] = held, fresh
+        found: dict[int, Tensor | None] = {}
+        if pairs:
+            sums = copied_into_one([fresh for _, fresh in pairs.values()], dtype)
+            torch._foreach_add_(sums, [held for held, _ in pairs.values()])
+            found.update(zip(pairs, sums, strict=True))
+        return {i: found[i] if i in found else self.params[i].gradients.sum_with_held() for i in self.trainable}
 
     def receive(self, trainable: Sequence[int], parts: Sequence[Tensor | None], *, partial: bool) -> None:
         """Add the result of a reduction of the running backward, for the parameters at the positions `trainable`."""
@@ -415,21 +431,6 @@ class ParamGroup:
         shards = self._shards.parameters
         may_be_stepped = any(map(_requires_grad, shards)) or any(shard.grad is not None for shard in shards)
         return may_be_stepped, (*map(version_of, shards), *map(version_of, self._shards.locals))
-
-
-def _sums_with_held(each: Sequence[ParamGradients], dtype: torch.dtype) -> list[Tensor | None]:
-    """`sum_with_held` of each: on a device in two kernels, where one of each would be two."""
-    sums = {}
-    for position, gradients in enumerate(each):
-        held, fresh = gradients.live_held(), gradients.fresh
-        if held is not None and held.dtype is dtype and fresh is not None and fresh.device.type != "cpu":
-            sums[position] = held, fresh
-    if len(sums) < 2:
-        return [gradients.sum_with_held() for gradients in each]
-    made = copied_into_one([fresh for _, fresh in sums.values()], dtype)
-    torch._foreach_add_(made, [held for held, _ in sums.values()])
-    found = dict(zip(sums, made, strict=True))
-    return [found[i] if i in found else gradients.sum_with_held() for i, gradients in enumerate(each)]
 
 
 class DtypeChanged(Exception):
