@@ -423,7 +423,9 @@ ROW_3: dict[str, Place] = {
     "layer appended, trained": Place(lambda rank: _appended(rank, 0), "^head.1.weight: ", 1),
     "ignored_params, trained": Place(lambda rank: _ignored(rank, 0), "^head.weight: ", 1),
     "head outside, trained": Place(
-        lambda rank: _WithHead(rank, 0), "^parameter 0 beside the model's in the optimizer: ", 1
+        lambda rank: _WithHead(rank, 0),
+        "^Linear.weight, parameter 0 beside the model's in the optimizer: ",
+        1,
     ),
     "replicas of HSDP, seeds": Place(lambda rank: _seeded_replicas(rank, (2, 2)), "^shard of ", world=4),
     "replicas alone, seeds": Place(lambda rank: _seeded_replicas(rank, (2, 1)), "^shard of "),

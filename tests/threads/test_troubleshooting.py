@@ -28,6 +28,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.optim.swa_utils import AveragedModel
 from torch.utils.checkpoint import checkpoint
 
 import fullshard
@@ -45,7 +46,7 @@ CPU = torch.device("cpu")
 
 # What a reader has imported.
 NAMES: dict[str, Any] = {
-    "ColwiseParallel": ColwiseParallel, "Counter": Counter, "DTensor": DTensor,
+    "AveragedModel": AveragedModel, "ColwiseParallel": ColwiseParallel, "Counter": Counter, "DTensor": DTensor,
     "MixedPrecisionPolicy": MixedPrecisionPolicy, "RowwiseParallel": RowwiseParallel,
     "StateDictOptions": StateDictOptions, "checkpoint": checkpoint, "device": CPU, "dist": dist,
     "fullshard": fullshard, "fully_shard": fully_shard, "get_model_state_dict": get_model_state_dict,
@@ -651,3 +652,53 @@ def _(rank: int, title: str) -> None:
     row = Row(title, model=model)
     assert row.see() == [rank == 1]
     assert row.mend() == [True, ["head.weight"]]
+
+
+@symptom("A copy of the model is refused")
+def _(rank: int, title: str) -> None:
+    row = Row(title, model=shard(build()))
+    with pytest.raises(AssertionError, match="does not support deepcopy.*AveragedModel.*before fully_shard"):
+        row.see()
+    row["model"] = build()
+    row.mend()
+    assert torch.equal(row["average"].module.head.weight.full_tensor(), build().head.weight)
+
+
+@symptom("A rank has no loss")
+def _(rank: int, title: str) -> None:
+    model, plain = shard(build()), build()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    row = Row(title, model=model, tokens=tokens_of(rank), optimizer=optimizer, has_labels=rank != 1)
+    with pytest.raises(RuntimeError, match=r"found none after a forward.*\(output \* 0\)\.sum\(\)"):
+        row.see()
+    row.mend()
+    world = dist.get_world_size()
+    for one in range(world):
+        if one != 1:
+            (square(plain, tokens_of(one)) / world).backward()
+    torch.optim.SGD(plain.parameters(), lr=0.1).step()
+    for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        tolerance.assert_close(mine.full_tensor(), theirs.detach())
+
+
+class Head(nn.Module):
+    """Another model, after the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(11))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.scale
+
+
+@symptom("Parameters beside the model differ")
+def _(rank: int, title: str) -> None:
+    model, head = shard(build()), Head()
+    optimizer = torch.optim.SGD([*model.parameters(), *head.parameters()], lr=0.1)
+    row = Row(title, model=model, head=head, tokens=tokens_of(rank), optimizer=optimizer)
+    with pytest.raises(fullshard.RanksDisagree, match="^Head.scale, parameter 0 beside the model's in the optimizer"):
+        row.see()
+    row["model"], row["head"] = shard(build()), Head()
+    row.mend()
+    row.see()

@@ -405,7 +405,10 @@ class FSDPModule(TorchFSDPModule):
     def __deepcopy__(self, memo: object) -> NoReturn:
         raise AssertionError(
             f"FSDP does not support deepcopy: expected a module that is not sharded, found {type(self).__name__}, "
-            f"which holds process groups and one flat buffer; build the model again, shard it and load the state dict"
+            f"which holds process groups and one flat buffer. For an average (AveragedModel) or another copy that is "
+            f"trained or run: copy the model before fully_shard, then apply fully_shard to the modules of both. For "
+            f"its values: copy.deepcopy(model.state_dict()), which load_state_dict takes, of this model or of one that "
+            f"is built and sharded anew"
         )
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:

@@ -359,6 +359,8 @@ def _refuse_untrained(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[
             raise RuntimeError(
                 f"{type(optimizer).__name__}.step: expected gradients, found none after a forward, of "
                 f"{first_few(names)}: no backward brought any. backward(inputs=parameters) brings none, because the "
-                f"graph contains the full parameters. Call loss.backward() without inputs, and requires_grad_(False) "
-                f"before the forward on parameters that are to get no gradient; without a backward, skip the step"
+                f"graph contains the full parameters, and neither does a loss that is not made of the model's output. "
+                f"Call loss.backward() without inputs, and requires_grad_(False) before the forward on parameters that "
+                f"are to get no gradient. A rank whose batch has no loss takes (output * 0).sum(), so that no peer "
+                f"waits for it; skip a step on all ranks or on none. For ranks with fewer batches: fullshard.joined"
             )

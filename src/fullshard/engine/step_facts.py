@@ -29,6 +29,7 @@ from ..comm import Comparison, Digits, ReduceChannel
 from ..guard import Action, RanksDisagree, Scope, is_current, scope_of, shown_ranks
 from ..guard.facts import ADVICE, Deed, Fact, Ledger, Sealed, differences, digest_of, first_unlike
 from .agreement import digests_of, replicas_of, unsharded_on
+from .names_elsewhere import names_elsewhere
 from .optimizer_facts import OptimizerFacts, listed, text_of
 from .optimizer_steps import clean_name, parameter_names, tell_optimizer_steps
 from .recovery import Peers, steps_taken
@@ -283,6 +284,9 @@ class StepFacts:
                 told = scope.agree("parameters of optimizers", self._listed(mesh))
                 names = {rank: names.split("\n") for rank, names in (told or {}).items()}
                 said = said.replace(";", f" ({first_unlike(names)});", 1) if names else said
+            if fact.name in mesh.beside:
+                parameter = mesh.beside[fact.name]
+                said = f"{names_elsewhere([parameter])[id(parameter)]}, {said}"
             error = RanksDisagree(said, what=fact.name, by_rank=difference.by_rank)
             self._peers.disagree_on(scope, error)
             raise error

@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 
 from .._torch import local_of
 from ..engine import Root, Unit, unit_of
+from ..engine.names_elsewhere import names_elsewhere
 from ..engine.optimizer_steps import clean_name, parameter_names
 from ..engine.root import formed
 from ..engine.state_dict import standing_parameter as standing
@@ -437,11 +438,14 @@ def _notes(
     if optimizer is not None:
         known = {id(standing(param)) for _, param in params} | {id(parameter) for parameter in model.parameters()}
         missing = [n for n, param in params if (p := standing(param)).requires_grad and id(p) not in optimizer.options]
-        strays = len(optimizer.options.keys() - known)
+        held = {id(p): p for group in optimizer.optimizer.param_groups for p in group["params"]}
+        strays = [parameter for key, parameter in held.items() if key not in known]
         if strays:
             notes.append(
-                f"the optimizer holds {strays} tensors that are no parameters of this model: was it built before "
-                f"fully_shard? Build it afterwards, or call rebind_optimizer(optimizer, model)"
+                f"the optimizer holds {len(strays)} tensors that are no parameters of this model: "
+                f"{_some(list(names_elsewhere(strays).values()))}; was it built before fully_shard? Build it "
+                f"afterwards, or call rebind_optimizer(optimizer, model). If they are another module's, nothing "
+                f"averages their gradients: give it to fully_shard too"
             )
         if missing:
             notes.append(f"trainable, but not in the optimizer: {_some(missing)}")
