@@ -7,16 +7,17 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from fullshard import Program
+from fullshard import MixedPrecisionPolicy, Program
 from fullshard.cli import main
 from fullshard.plan import Strategy
 from fullshard.plan.facts import describe
-from fullshard.program import ProgramError
+from fullshard.program import OwnDtype, ProgramError, modules_of
 from fullshard.train import shapes
 from fullshard.train.config import load_config
 from fullshard.train.planned import strategy_of
@@ -72,6 +73,8 @@ def cannot_be_built() -> Program:
         ("frozen base", Strategy(ranks=2)),
         ("mlp", Strategy(ranks=4, reshard=2)),
         ("llama, tied", Strategy(ranks=2, accumulate=2)),
+        ("mlp, norms in float32", Strategy(ranks=4, compute="bfloat16", reduce="float32")),
+        ("convolutions, batch norm in float32", Strategy(ranks=2, compute="bfloat16", accumulate=2)),
     ],
 )
 def test_commands_and_messages_are_those_of_the_engine(name: str, strategy: Strategy) -> None:
@@ -102,6 +105,35 @@ def test_json_has_what_is_documented(capsys: pytest.CaptureFixture[str], tmp_pat
     assert all(f"`{key}`" in documented for key in found), "docs/plan.md names every key"
     assert page.read_text().startswith("<!doctype html>") and picture.read_text().startswith("<svg")
     assert found["strategy"]["param_dtype"] == "bfloat16" and found["strategy"]["ranks"] == 4
+
+
+def norms_kept() -> Program:
+    """Its own `shard` says which parameters keep their dtype."""
+
+    def shard(model: nn.Module, fully_shard: Any) -> None:
+        policy = MixedPrecisionPolicy(
+            torch.bfloat16, param_dtype_override_fn=OwnDtype(modules_of(model, ["LayerNorm"]))
+        )
+        for name in MODELS["mlp"].units:
+            fully_shard(model.get_submodule(name), mp_policy=policy)
+        fully_shard(model)
+
+    return replace(program(), shard=shard)
+
+
+def test_modules_in_float32(capsys: pytest.CaptureFixture[str]) -> None:
+    """By their class, and by the program's own policy: the same plan, of two all-gathers for a block."""
+    found = []
+    for entry, keep in (("program", []), ("program", ["--keep-float32", "LayerNorm"]), ("norms_kept", [])):
+        assert main(["plan", f"{__name__}:{entry}", "--ranks", "4", "--json", *keep]) == 0
+        found.append(json.loads(capsys.readouterr().out))
+    plain, by_class, by_policy = found
+    assert by_class["bytes_sent"] == by_policy["bytes_sent"] and by_class["peak_bytes"] == by_policy["peak_bytes"]
+    assert by_class["bytes_sent"] != plain["bytes_sent"]
+    assert main(["plan", f"{__name__}:program", "--keep-float32", "LayerNorm, BatchNorm"]) == 0
+    assert "bfloat16, 6 parameters (576 elements) in their own dtype" in capsys.readouterr().out
+    assert main(["plan", f"{__name__}:program", "--keep-float32", "LayrNorm"]) == 2
+    assert "expected names of classes of its modules, found 'LayrNorm'" in capsys.readouterr().err
 
 
 @pytest.mark.slow

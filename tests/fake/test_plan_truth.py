@@ -49,6 +49,9 @@ QUICK = {
     ("mlp, relu", "micro-batches, each reduced"),
     ("written-out attention", "activations on the host"),
     ("llama", "inputs on the host"),
+    ("convolutions, batch norm in float32", "micro-batches, bf16"),
+    ("convolutions, batch norm in float32", "ZeRO-3"),
+    ("mlp, norms in float32", "ZeRO-3, bf16"),
 }
 
 

@@ -29,7 +29,7 @@ from fullshard.plan.facts import describe
 from fullshard.plan.recomputation import is_on_host, without_host
 from fullshard.plan.simulation import Simulation
 from fullshard.plan.spans import Step, steps_of
-from fullshard.program import Program
+from fullshard.program import OwnDtype, Program, modules_of
 from fullshard.train.model import Llama, LlamaShape
 from tests.harness.fake import fake_world
 from tests.harness.models import Transformer, seeded
@@ -49,6 +49,8 @@ class Planned:
     vocabulary: int = 0
     # Buffers are in the dtype of computation: batch norm on a CPU takes no others.
     buffers_follow: bool = False
+    # Classes of modules that compute in the dtype of their parameters.
+    keep: tuple[str, ...] = ()
 
     def computed_in(self, dtype: str) -> Planned:
         if not (dtype and self.buffers_follow):
@@ -228,6 +230,10 @@ MODELS = {
     "convolutions, batch norm": Planned(
         lambda: _convolutions(lambda: nn.BatchNorm2d(24)), _INNER, (3, 8, 8), buffers_follow=True
     ),
+    "convolutions, batch norm in float32": Planned(
+        lambda: _convolutions(lambda: nn.BatchNorm2d(24)), _INNER, (3, 8, 8), keep=("BatchNorm",)
+    ),
+    "mlp, norms in float32": Planned(lambda: _chain(_mlp), _INNER, (40,), keep=("LayerNorm",)),
     "depthwise convolutions": Planned(lambda: _convolutions(nn.Identity, 24), _INNER, (3, 8, 8)),
     "u-net": Planned(_UNet, ("down", "deep", "rise", "up"), (3, 16, 16)),
     "single weights": Planned(
@@ -438,7 +444,8 @@ def _sharded(model: Planned, strategy: Strategy) -> nn.Module:
             again = partial(checkpoint, module.forward, use_reentrant=False, **selects)
             module.forward = again  # type: ignore[method-assign]
     dtypes = [getattr(torch, name) if name else None for name in (strategy.compute, strategy.reduce)]
-    options: dict[str, Any] = {"mp_policy": MixedPrecisionPolicy(*dtypes)}
+    keeps = OwnDtype(modules_of(made, model.keep)) if model.keep else None
+    options: dict[str, Any] = {"mp_policy": MixedPrecisionPolicy(*dtypes, param_dtype_override_fn=keeps)}
     if strategy.replicas > 1:
         axes = (strategy.replicas, strategy.shard)
         options["mesh"] = init_device_mesh("cpu", axes, mesh_dim_names=("replicate", "shard"))
@@ -462,4 +469,4 @@ def step_of(model: Planned, strategy: Strategy, size: int) -> Step:
 
 def _described(model: Planned, strategy: Strategy, size: int) -> Model:
     program = model.computed_in(strategy.compute).program(size)
-    return describe(program, "model", compute=strategy.compute, recompute=strategy.recompute)
+    return describe(program, "model", compute=strategy.compute, recompute=strategy.recompute, keep_float32=model.keep)

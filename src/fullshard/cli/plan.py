@@ -57,6 +57,11 @@ def add_command(commands: Any) -> None:
         "--recompute", choices=("none", "selective", "alternate", "whole"), help="activations (default: none)"
     )
     plan.add_argument("--param-dtype", metavar="DTYPE", help="of computation (default: bfloat16; on a CPU as stored)")
+    plan.add_argument(
+        "--keep-float32",
+        metavar="CLASS,...",
+        help="modules that compute in the dtype of their parameters, such as BatchNorm,LayerNorm (default: none)",
+    )
     plan.add_argument("--reduce-dtype", metavar="DTYPE", help="of reductions (default: float32)")
     plan.add_argument("--offload", action="store_true", help="shards, gradients and state on the host")
     plan.add_argument("--offload-activations", action="store_true", help="what units keep for backward on the host")
@@ -103,11 +108,12 @@ def _run(arguments: argparse.Namespace) -> int:
         hardware = replace(measured_cpu(hardware), memory=physical_nbytes() / arguments.ranks)
     programs, strategy = _source(arguments, hardware.backend)
     made: dict[int | None, Program] = {}
+    keep = [name.strip() for name in (arguments.keep_float32 or "").split(",") if name.strip()]
 
     def described(samples: int, sequence: int | None, compute: str, alone: bool, recompute: Any) -> Any:
         if sequence not in made:
             made[sequence] = programs(sequence)
-        sizes: dict[str, Any] = {"samples": samples, "compute": compute, "alone": alone}
+        sizes: dict[str, Any] = {"samples": samples, "compute": compute, "alone": alone, "keep_float32": keep}
         return describe(made[sequence], arguments.source, recompute=recompute, **sizes)
 
     planner = Planner(

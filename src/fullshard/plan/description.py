@@ -45,7 +45,7 @@ class Line(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class Parameter:
     """`name`: in the model. `dtype`: of storage. `placed`: the dim it is cut along. `place`: in the order of
-    `model.parameters()`."""
+    `model.parameters()`. `kept`: it computes in its own dtype, whatever the strategy says."""
 
     name: str
     shape: tuple[int, ...]
@@ -53,6 +53,7 @@ class Parameter:
     trainable: bool = True
     placed: int = 0
     place: int = 0
+    kept: bool = False
 
     @property
     def numel(self) -> int:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..program import Program, ProgramError, to_device
+from ..program import BATCH_NORM, OwnDtype, Program, ProgramError, modules_of, to_device
 from .description import Model, Parameter, UnitShape
 from .machine import Hardware
 from .recomputation import NONE, recorded_on_host
@@ -36,13 +36,16 @@ def describe(
     compute: str = "",
     alone: bool = False,
     recompute: str | Sequence[str] = NONE,
+    keep_float32: Sequence[str] = (),
 ) -> Model:
     """The model of `program` as data, with the tape of a step on batch 0.
 
     samples: the size of the batch, None for that of `program`: its tensors get another first dim. compute: the dtype
     of full parameters (`param_dtype`), "" for their own. alone: nothing but the model is a unit. recompute: ways
-    (`recomputation`), of which those with everything on the host are part of the tape. Raises `ProgramError` for a
-    model that cannot be built on the meta device, and for a step that needs the values of data.
+    (`recomputation`), of which those with everything on the host are part of the tape. keep_float32: names of classes
+    (`program.modules_of`) whose modules compute in the dtype of their parameters; so do parameters for which a
+    `param_dtype_override_fn` says so that `shard` passes. Raises `ProgramError` for a model that cannot be built on the
+    meta device, for a name of no class in it, and for a step that needs the values of data.
     """
     dtype: torch.dtype | None = getattr(torch, compute) if compute else None
     torch.manual_seed(0)
@@ -63,9 +66,10 @@ def describe(
     own = next((call.given for call in calls if model in call.modules), {})
     owned = _owned(model, [call.modules for call in inner], calls)
     places = {dotted: i for i, (dotted, _) in enumerate(model.named_parameters())}
-    units = [_unit("", model, owned[0], own, places)]
+    keeps = _keeps(model, name, keep_float32)
+    units = [_unit("", model, owned[0], own, places, keeps)]
     units += [
-        _unit("+".join(names[id(m)] for m in call.modules), call.modules[0], found, call.given, places)
+        _unit("+".join(names[id(m)] for m in call.modules), call.modules[0], found, call.given, places, keeps)
         for call, found in zip(inner, owned[1:], strict=True)
     ]
     shapes = tuple(units)
@@ -73,7 +77,7 @@ def describe(
     place |= {id(module): i for i, call in enumerate(inner, 1) for module in call.modules}
     unit_of = {id(p): i for i, found in enumerate(owned) for p in found.values()}
     buffers = sum(buffer.nbytes for buffer in model.buffers())
-    parameters = _convert(model, dtype)
+    parameters = _convert(model, dtype, {p.name for unit in units for p in unit.parameters if p.kept})
     try:
         batch = to_device(program.batch(0), META)
         if samples is not None:
@@ -144,9 +148,15 @@ def _owned(model: nn.Module, groups: list[tuple[nn.Module, ...]], calls: list[_C
 
 
 def _unit(
-    name: str, module: nn.Module, found: dict[str, nn.Parameter], given: dict[str, Any], places: dict[str, int]
+    name: str,
+    module: nn.Module,
+    found: dict[str, nn.Parameter],
+    given: dict[str, Any],
+    places: dict[str, int],
+    keeps: OwnDtype,
 ) -> UnitShape:
     placing = given.get("shard_placement_fn")
+    chosen = getattr(given.get("mp_policy"), "param_dtype_override_fn", None) or keeps
     parameters = []
     for dotted, p in found.items():
         placed = None if placing is None else placing(p)
@@ -159,18 +169,29 @@ def _unit(
                 p.requires_grad,
                 dim % max(p.ndim, 1),
                 places[dotted],
+                p.is_floating_point() and p.dtype in (keeps(p), chosen(p)),
             )
         )
     return UnitShape(name, type(module).__name__, tuple(parameters), given.get("reshard_after_forward"))
 
 
-def _convert(model: nn.Module, dtype: torch.dtype | None) -> list[tuple[int, nn.Parameter]]:
-    """Put the full parameters on the modules, in the dtype of computation: (id of the former one, new one)."""
+def _keeps(model: nn.Module, name: str, classes: Sequence[str]) -> OwnDtype:
+    for each in classes:
+        if each != BATCH_NORM and not modules_of(model, (each,)):
+            raise ProgramError(f"{name}: expected names of classes of its modules, found {each!r}, which none has")
+    return OwnDtype(modules_of(model, classes))
+
+
+def _convert(model: nn.Module, dtype: torch.dtype | None, kept: set[str]) -> list[tuple[int, nn.Parameter]]:
+    """Put the full parameters on the modules, in the dtype of computation, those with names in `kept` in their own: (id
+    of the former one, new one)."""
     made: dict[int, nn.Parameter] = {}
+    own = {id(parameter) for dotted, parameter in model.named_parameters() if dotted in kept}
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
             if id(parameter) not in made:
-                kind = dtype if dtype is not None and parameter.is_floating_point() else parameter.dtype
+                casts = dtype is not None and parameter.is_floating_point() and id(parameter) not in own
+                kind = dtype if casts else parameter.dtype
                 made[id(parameter)] = nn.Parameter(
                     torch.empty(parameter.shape, dtype=kind, device=META), parameter.requires_grad
                 )

@@ -304,13 +304,21 @@ def duration(seconds: float) -> str:
     return f"{seconds:.1f} s" if seconds < 600 else f"{seconds / 3600:.1f} h"
 
 
+def _computed(plan: Plan) -> str:
+    compute = plan.strategy.compute
+    kept = [p for unit in plan.model.units for p in unit.parameters if p.kept and p.dtype != compute]
+    if not compute or not kept:
+        return compute or "parameters as stored"
+    return f"{compute}, {len(kept)} parameters ({sum(p.numel for p in kept):,} elements) in their own dtype"
+
+
 def table(plan: Plan) -> str:
     """What a person reads."""
     model, found, strategy = plan.model, plan.simulated, plan.strategy
+    reduced = f"reduced in {strategy.reduce or 'their own dtype'}"
     lines = [
         f"{model.name}: {model.numel:,} parameters in {len(plan.units)} units, {strategy.ranks} x {plan.hardware.name}",
-        f"{strategy}; {strategy.compute or 'parameters as stored'}, reduced in {strategy.reduce or 'their own dtype'}; "
-        f"{strategy.optimizer}; {plan.tokens:,.0f} tokens per rank and step",
+        f"{strategy}; {_computed(plan)}, {reduced}; {strategy.optimizer}; {plan.tokens:,.0f} tokens per rank and step",
         "",
     ]
     verdict = "fits" if plan.fits else "does not fit"

@@ -140,8 +140,8 @@ class Strategy:
 
 @dataclass(frozen=True)
 class Group:
-    """Parameters of a unit that travel together: of one dtype. `sent`: those that get gradients, as their reduction
-    has them; None if there are none."""
+    """Parameters of a unit that travel together: of one dtype, and of one dtype of compute. `sent`: those that get
+    gradients, as their reduction has them; None if there are none."""
 
     memory: UnitMemory
     sent: UnitMemory | None
@@ -232,12 +232,13 @@ def _unit(shape: UnitShape, outer: bool, strategy: Strategy) -> Unit:
     if reshard is None:
         reshard = not outer
     part = 0 if isinstance(reshard, bool) or reshard == strategy.shard else int(reshard)
-    kinds: dict[str, list[Parameter]] = {}
+    kinds: dict[tuple[str, str], list[Parameter]] = {}
     for parameter in shape.parameters:
-        kinds.setdefault(parameter.dtype, []).append(parameter)
+        kinds.setdefault((parameter.dtype, _compute_of(parameter, strategy)), []).append(parameter)
+    strategy = replace(strategy, recompute=NONE)
     groups = tuple(
-        _group(shape.title, tuple(found), dtype, not reshard, part, outer, replace(strategy, recompute=NONE))
-        for dtype, found in kinds.items()
+        _group(shape.title, tuple(found), dtype, not reshard, part, outer, replace(strategy, compute=compute))
+        for (dtype, compute), found in kinds.items()
     )
     # Equal layouts are made once; names are those of the first unit that has them.
     inner = f"{shape.name}." if shape.name else ""
@@ -246,6 +247,12 @@ def _unit(shape: UnitShape, outer: bool, strategy: Strategy) -> Unit:
         for g, found in zip(groups, kinds.values(), strict=True)
     )
     return Unit(shape, groups, not reshard, part)
+
+
+def _compute_of(parameter: Parameter, strategy: Strategy) -> str:
+    """The dtype that `parameter` computes in."""
+    floating = parameter.dtype.startswith(("float", "bfloat"))
+    return strategy.compute if strategy.compute and floating and not parameter.kept else parameter.dtype
 
 
 def _group(
@@ -283,8 +290,7 @@ def _layouts(
     decide."""
     storage = itemsize(dtype)
     floating = dtype.startswith(("float", "bfloat"))
-    compute_dtype = strategy.compute if strategy.compute and floating else dtype
-    compute = itemsize(compute_dtype)
+    compute = itemsize(strategy.compute)
     reduce = itemsize(strategy.reduce) if strategy.reduce and floating else storage
     wire = min(compute, reduce)
     summed = max(reduce, 4) if floating else reduce

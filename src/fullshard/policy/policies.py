@@ -122,7 +122,8 @@ def wanted_of(policy: MixedPrecisionLike, parameter: nn.Parameter, name: str, fo
                 f"{name}: expected param_dtype_override_fn to return None, param_dtype ({compute}) or the parameter's "
                 f"own dtype ({parameter.dtype}), found {answer!r}; return one of them"
             )
-        compute = compute if answer is None else answer
+        # Without `param_dtype` both answers mean the parameter's own dtype: one group.
+        compute = compute if answer is None or compute is None else answer
     return Wanted(compute, policy.reduce_dtype, grad_dtype_of(parameter), follows)
 
 
