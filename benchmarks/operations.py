@@ -99,7 +99,7 @@ class StepSetting:
     micro_batches: int = 1
     # Of the micro-batches before the last, replicas do not sum.
     partial: bool = False
-    reshard: bool = True
+    reshard: bool | int = True
     dtype: torch.dtype = torch.float32
 
 
@@ -115,6 +115,7 @@ STEPS = (
     StepSetting("two micro-batches, HSDP", mesh=(2, 4), micro_batches=2),
     StepSetting("two micro-batches, HSDP, partial sums", mesh=(2, 4), micro_batches=2, partial=True),
     StepSetting("reshard_after_forward=False", reshard=False),
+    StepSetting("reshard_after_forward=4", reshard=4),
 )
 KINDS = ("copies", "casts", "fills", "arithmetic", "host", "messages")
 PHASES = ("step", "clip", "AdamW")

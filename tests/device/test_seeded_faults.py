@@ -23,7 +23,7 @@ def _train(rank: int, setup: Setup, name: str) -> Found | str:
             return on_device.train(rank, setup)
         with seeded(FAULTS[name]):
             return on_device.train(rank, setup)
-    except (RuntimeError, AssertionError, AttributeError) as error:
+    except (RuntimeError, AssertionError, AttributeError, TypeError) as error:
         return f"{type(error).__name__}: {error}"
 
 

@@ -79,6 +79,44 @@ def test_nobody_asks_the_device_while_a_graph_is_captured() -> None:
         assert "expected no graph to be captured" in said and "all-gather" in said
 
 
+def _captures(rank: int, library: str, offload: bool) -> tuple[list[str], str, list[torch.Tensor]]:
+    """One rank warms up on a side stream, and captures a step. What would end the capture on hardware, the error, and
+    the gradients."""
+    from tests.harness import simulated
+
+    setup = Setup(offload=offload)
+    torch.manual_seed(0)
+    model = on_device.sharded(CASE.build().to("simulated"), setup, library)
+    side = torch.Stream(device="simulated")
+    side.wait_stream(torch.accelerator.current_stream())
+    with side:
+        for _ in range(3):
+            _loss(model, rank).backward()
+            model.zero_grad()
+    torch.accelerator.current_stream().wait_stream(side)
+    inputs, targets = (part.to("simulated") for part in CASE.batch(0, rank))
+    with simulated.watched() as seen, simulated.graph() as graph:
+        try:
+            torch.nn.functional.mse_loss(model(inputs), targets).backward()
+        except RuntimeError as error:
+            return graph.broken, str(error), []
+    broken = [*graph.broken, *(race.explain() for race in seen.races)]
+    return broken, "", [p.grad.full_tensor().cpu() for p in model.parameters()]
+
+
+def test_one_rank_is_captured_as_with_fsdp2() -> None:
+    """No message, no wait of the host, and no wait for what the warm-up ran on its stream."""
+    ((broken, said, mine),) = pool(1, backend="nccl").run(_captures, "fullshard", False)
+    ((theirs, _, expected),) = pool(1, backend="nccl").run(_captures, "torch", False)
+    assert broken == theirs == [] and not said
+    assert mine and all(map(torch.equal, mine, expected))
+
+
+def test_offload_in_a_capture_is_refused() -> None:
+    ((broken, said, _),) = pool(1, backend="nccl").run(_captures, "fullshard", True)
+    assert broken == [] and said.startswith("offload: expected no graph to be captured")
+
+
 def _fails_in_backward(rank: int) -> tuple[str, list[torch.Tensor]]:
     """Rank 0's backward raises, and something still holds its callback, as the engine's thread may."""
     from fullshard.engine import unit_of

@@ -353,9 +353,13 @@ class _Telling:
             listener(name)
 
     def _recorded(self, event: int, device: int, stream: int) -> None:
+        if _captures:
+            _captures[-1].records(event, stream)
         self.tell(lambda watch: watch.clocks.record(event, stream_name(device, stream)))
 
     def _waited(self, event: int, device: int, stream: int) -> None:
+        if _captures:
+            _captures[-1].waits(event, stream)
         self.tell(lambda watch: watch.clocks.wait_event(stream_name(device, stream), event))
 
     def _synchronized(self, kind: int, which: int, device: int) -> None:
@@ -392,7 +396,8 @@ class _Telling:
 
 class graph:  # noqa: N801  (torch.cuda's name)
     """As `torch.cuda.graph` in the mode "global": while it is entered, no thread may ask for an event or wait for the
-    device. `broken`: what did, which ends the capture on hardware. Nothing is captured: operators run."""
+    device, and what is captured waits for nothing outside. `broken`: what did, which ends the capture on hardware.
+    Nothing is captured: operators run."""
 
     default_capture_stream: torch.Stream | None = None
 
@@ -401,6 +406,17 @@ class graph:  # noqa: N801  (torch.cuda's name)
             stream = graph.default_capture_stream = graph.default_capture_stream or torch.Stream(device="simulated")
         self.stream = stream
         self.broken: list[str] = []
+        # Streams that a wait brought into the capture, and events that were recorded on them in it.
+        self._streams, self._events = {stream.stream_id}, set[int]()
+
+    def records(self, event: int, stream: int) -> None:
+        (self._events.add if stream in self._streams else self._events.discard)(event)
+
+    def waits(self, event: int, stream: int) -> None:
+        if event in self._events:
+            self._streams.add(stream)
+        elif stream in self._streams:
+            self.broken.append("a wait for work outside of the capture")
 
     def refuses(self, what: str) -> None:
         self.broken.append(f"{what} of {threading.current_thread().name}")

@@ -94,6 +94,19 @@ def test_operations() -> None:
 
 
 @pytest.mark.slow
+def test_operators_of_steps() -> None:
+    rows = _last_line("benchmarks.operations", "--steps")["results"]
+    found = {(row["setting"], row["library"]): row for row in rows}
+    for (setting, library), row in found.items():
+        if library == "fullshard":
+            theirs = found[setting, "fsdp2"]
+            assert row["step"]["waits"] == 0, setting
+            # One rank has no message, and copies nothing.
+            assert row["clip"]["kernels"] <= theirs["clip"]["kernels"] + 1 and row["AdamW"] == theirs["AdamW"], setting
+            assert row["step"]["kernels"] <= theirs["step"]["kernels"] + 15, setting
+
+
+@pytest.mark.slow
 def test_bytes() -> None:
     for result in _last_line("benchmarks.bytes", "--worlds", "1", "2")["results"]:
         assert set(result["ways"]) == {"fsdp2", "gloo plan", "NCCL plan"}

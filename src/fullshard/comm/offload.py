@@ -25,6 +25,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from .._torch import capturing
 from ..layout import contiguous_stride
 from .comparison import HostCopy
 from .gather import CastGather, FullMemory, PlannedGather
@@ -89,6 +90,7 @@ class HostLink:
         # How often `finish` ran: downloads of the current round may still be in flight.
         self.round = 0
         self._copy = copy
+        self._capturing = capturing(device) if device.type != "cpu" else bool
         self._streams: _CopyStreams | None = None
         if device.type != "cpu":
             self._streams = _streams.get(device) or _streams.setdefault(device, _CopyStreams(device))
@@ -103,11 +105,20 @@ class HostLink:
         if streams is None:
             yield
             return
+        self._refuse_capture()
         streams.up.wait_stream(streams.module.current_stream(self.device))
         with streams.module.stream(streams.up):
             yield
         self._uploaded = streams.up.record_event()
         uploading.add(self)
+
+    def _refuse_capture(self) -> None:
+        if self._capturing():
+            raise RuntimeError(
+                "offload: expected no graph to be captured where shards and gradients are copied between the host and "
+                "the device, found that the current stream captures one, whose replays would not let the host wait "
+                "for the copies; run the model outside of the capture, or without CPUOffloadPolicy"
+            )
 
     def upload(self, out: Tensor, host: Tensor) -> None:
         """Copy `host` to `out` on the device; both flat."""
@@ -133,6 +144,7 @@ class HostLink:
         if streams is None:
             self._copy(host, source)
             return host
+        self._refuse_capture()
         current = streams.module.current_stream(self.device)
         streams.release(current, _DOWNLOADS_IN_FLIGHT - 1)
         streams.down.wait_stream(current)

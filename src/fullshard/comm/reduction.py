@@ -440,7 +440,6 @@ class MessageReduce:
         flags = layout.grad_present_offset - layout.message_start
         tail = flags + self._all_present, layout.message_numel
         self._flags = (flags, tail[1]) if layout.facts_numel == 0 and tail in self._zeroed else None
-        self._zeroed_beside_flags = tuple(span for span in self._zeroed if span != tail)
         self._keys: dict[tuple[str, torch.dtype], int] = {}
 
     def issue(
@@ -502,7 +501,7 @@ class MessageReduce:
             zeroed = self._zeroed
             if complete and self._flags is not None:
                 start, stop = self._flags
-                grad_present, zeroed = chunks[:, start:stop], self._zeroed_beside_flags
+                grad_present, zeroed = chunks[:, start:stop], tuple(span for span in zeroed if span[1] != stop)
             for start, stop in zeroed:
                 chunks[:, start:stop].zero_()
         views = iter(slot.views)

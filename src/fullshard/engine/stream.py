@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from .._torch import current_stream_of, local_of, settled
+from .._torch import capturing, current_stream_of, local_of, settled
 
 
 class ModelStream:
@@ -30,6 +30,7 @@ class ModelStream:
 
     def __init__(self, device: torch.device) -> None:
         self.current = current_stream_of(device)
+        self._capturing = capturing(device)
         # None before the first forward or command.
         self.stream: torch.Stream | None = None
         # While commands run for another stream: that one, which will read what they leave.
@@ -41,7 +42,8 @@ class ModelStream:
         current = self.current()
         if current == self.stream or any(held):
             return
-        if self.stream is not None:
+        # A capture may not wait for work outside of it; it began when the device was idle.
+        if self.stream is not None and not self._capturing():
             current.wait_stream(self.stream)
         self.stream = current
 
