@@ -54,6 +54,12 @@ ROWS: dict[str, tuple[dict[str, Any], list[str], dict[str, Any]]] = {
     ),
     "output": ({"output_dtype": "float32"}, [EXACT], {"precision.output": "float32"}),
     "inputs": ({"cast_forward_inputs": False}, [DROPPED], {}),
+    "norms in float32": (
+        {"precision": {"mode": "DEFAULT", "keep_float32": ["*Norm"]}},
+        [EXACT, EXACT, LOSSY],
+        {"precision.param": "bfloat16", "precision.reduce": "float32"},
+    ),
+    "nothing in float32": ({"precision": {"keep_float32": []}}, [DROPPED], {}),
     "values": ({"initialisation": "mixed"}, [DROPPED], {}),
     "pretrained": ({"initialisation": {"path": "x"}}, [LOSSY, LOSSY], {}),
     "seed": ({"initialisation": {"seed": 3}}, [EXACT], {"training.seed": 3}),

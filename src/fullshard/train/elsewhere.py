@@ -126,6 +126,11 @@ def _precision(config: ShardingConfig) -> Iterator[_Row]:
     if not config.precision.cast_inputs:
         reason = "tokens are whole numbers, and blocks get what was computed in the same dtype"
         yield _Row("precision.cast_inputs", False, DROPPED, {}, reason)
+    for key, value in _changed(config, "precision"):
+        if key == "precision.keep_float32" and value:
+            yield _Row(key, list(value), LOSSY, {}, "the norms of the trainer's model compute in precision.param")
+        elif key == "precision.keep_float32":
+            yield _Row(key, [], DROPPED, {}, "the trainer's model has none of these classes")
 
 
 def _activations(config: ShardingConfig) -> Iterator[_Row]:
