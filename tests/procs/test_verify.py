@@ -17,14 +17,17 @@ import pytest
 import torch
 
 from fullshard.cli import main
-from fullshard.program import find_program
+from fullshard.program import ProgramError, find_program
 from fullshard.verify import page
 from fullshard.verify.comparison import Comparison
 from fullshard.verify.reference import read_before, read_step
+from fullshard.verify.run import verify
 from fullshard.verify.setting import Setting
-from fullshard.verify.strategy import parse_strategy
+from fullshard.verify.strategy import norms_of, parse_strategy
+from fullshard.verify.subject import torch_has_overrides
+from fullshard.verify.weights import Weights
 from tests.harness.seeded_faults import PROVEN
-from tests.harness.verified import compare, record
+from tests.harness.verified import ENTRY, compare, record
 
 # Many more, on one to four ranks: test_verify_evidence.py.
 SOUND = ["zero3", "zero2+bf16+micro=2", "zero3+offload+recompute", "zero3+micro=3", "zero2+fp16+micro=2"]
@@ -40,6 +43,26 @@ def test_sound_training_is_equal(strategy: str, tmp_path: Path) -> None:
     again = 8 if "recompute" in strategy else 0
     micro = result.setting.strategy.micro
     assert read_step(tmp_path, 1, 0).uses == (12 * micro + again, [])
+
+
+@pytest.mark.parametrize("library", ["fullshard", "torch"])
+def test_norms_in_their_own_dtype(library: str, tmp_path: Path) -> None:
+    """torch's FSDP2 has the field from 2.15 on."""
+    if library == "torch" and not torch_has_overrides():
+        with pytest.raises(ProgramError, match=r"norms: expected torch 2\.15"):
+            verify(ENTRY, [parse_strategy("zero3+bf16+norms")], libraries=["torch"])
+        return
+    result = compare(tmp_path, record(tmp_path, "zero3+bf16+norms+micro=2", library=library))
+    assert result.verdict == "equal", result.difference
+    assert read_step(tmp_path, 1, 0).uses == (24, [])
+
+
+def test_a_norm_that_does_not_keep_its_dtype_is_found() -> None:
+    """Where a unit computes with it: what the shards hold, cast, is not held there."""
+    held, cast = torch.ones(3), torch.ones(3, dtype=torch.bfloat16, requires_grad=True)
+    assert Weights._is_held(cast, held, torch.bfloat16) and not Weights._is_held(cast, held, None)
+    weights = Weights(torch.bfloat16, {"norm.weight"})
+    assert weights._dtype_of("norm.weight") is None and weights._dtype_of("up.weight") == torch.bfloat16
 
 
 @pytest.mark.quick(3)
@@ -104,6 +127,15 @@ def test_all_generators_are_seeded(strategy: str, tmp_path: Path) -> None:
     result = compare(tmp_path, record(tmp_path, strategy, entry="tests.harness.verified:drawing"))
     assert result.verdict == "equal", result.difference
     assert result.noise == 0
+
+
+def test_norms_need_a_lower_precision_and_a_model_with_norms() -> None:
+    with pytest.raises(ValueError, match="expected bf16 or fp16 beside norms"):
+        parse_strategy("zero3+norms")
+    assert str(parse_strategy("zero3+norms+bf16")) == "zero3+bf16+norms"
+    assert [type(m) for m in norms_of(torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.RMSNorm(2)))] == [
+        torch.nn.RMSNorm
+    ]
 
 
 @pytest.mark.parametrize("text", ["zero3=1", "tp=0", "fp32", "zero3=x", ""])

@@ -23,6 +23,7 @@ A strategy is made of words with + between them:
   hsdp=N tp=N             N replicas; tensor parallelism over N ranks (by the program's `parallelize`)
   bf16 fp16               computed with in that dtype, reduced in float32; fp16 with a scaled loss
   pure                    beside them: reduced in that dtype, too
+  norms                   beside them: torch's norms compute in the dtype of their parameters
   micro=N                 N micro-batches, the last of which synchronises
   offload recompute       shards in host memory; activations computed again in backward
 

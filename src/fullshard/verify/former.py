@@ -72,6 +72,8 @@ class Fsdp1:
 
     def __init__(self, program: Program, model: nn.Module, setting: Setting, mesh: DeviceMesh) -> None:
         strategy, self.weights = setting.strategy, Weights()
+        if strategy.norms:
+            raise ProgramError(f"{strategy}: FSDP1 keeps BatchNorms in float32, and no other norms; leave norms out")
         if strategy.tensor > 1 or not isinstance(strategy.reshard, bool):
             raise ProgramError(f"{strategy}: FSDP1 has neither numbers of ranks to keep nor tensor parallelism")
         units: list[nn.Module] = []

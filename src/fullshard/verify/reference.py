@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from fullshard.program import Program, blocks_of, to_device
 
 from .setting import SCALE, SEED, Setting, batch_index, clean, named, seed_generators, seed_of, ties_of
+from .strategy import norms_of
 from .subject import Before, Step, buffers_of, generators
 
 
@@ -70,8 +71,10 @@ class Reference:
         return self.program.model().to(self.device).train()
 
     def _compute_in(self, model: nn.Module, dtype: torch.dtype) -> None:
+        own = norms_of(model) if self.setting.strategy.norms else []
+        kept = {parameter for module in own for parameter in module.parameters()}
         for parameter in model.parameters():
-            if parameter.is_floating_point():
+            if parameter.is_floating_point() and parameter not in kept:
                 parameter.data = parameter.data.to(dtype)
 
         units: list[nn.Module] = []

@@ -22,8 +22,8 @@ from fullshard.program import Program, ProgramError, find_program
 
 from .comparison import Comparison, Result
 from .setting import Setting, seed_generators
-from .strategy import Strategy
-from .subject import run_rank
+from .strategy import Strategy, norms_of
+from .subject import run_rank, torch_has_overrides
 
 
 def verify(
@@ -73,6 +73,11 @@ def _results(
                 f"{strategy}: expected a program that says how its model is split over the axis tp, found none; give "
                 f"Program(parallelize=lambda model, mesh: parallelize_module(model, mesh, plan))"
             )
+    if any(strategy.norms for strategy in strategies):
+        if not norms_of(program.model()):
+            raise ProgramError("norms: expected a model with norms of torch, found none; leave the word out")
+        if "torch" in libraries and not torch_has_overrides():
+            raise ProgramError("norms: expected torch 2.15, whose FSDP2 has param_dtype_override_fn; leave torch out")
     results: list[Result] = []
     with_torch = {"fullshard", "torch"} <= {*libraries}
     compared: dict[tuple[str, Strategy], Comparison] = {}

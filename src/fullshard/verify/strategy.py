@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import nn
 
 _PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -14,11 +15,11 @@ _PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 class Strategy:
     """`reshard`: `reshard_after_forward`. `replicas`: how many ranks hold each shard (HSDP). `precision`: "bf16" or
     "fp16", in which parameters are computed with, and reduced in float32, or with `pure` in it; "fp16" with a scaled
-    loss. `micro`: micro-batches of a step, of which the last synchronises. `tensor`: ranks of an axis of tensor
-    parallelism.
+    loss. `norms`: beside it, torch's norms compute in the dtype of their parameters. `micro`: micro-batches of a step,
+    of which the last synchronises. `tensor`: ranks of an axis of tensor parallelism.
 
-    >>> parse_strategy("zero2+bf16+micro=2")
-    Strategy(reshard=False, replicas=1, precision='bf16', pure=False, offload=False, micro=2, recompute=False, tensor=1)
+    >>> parse_strategy("zero2+bf16+micro=2") == Strategy(reshard=False, precision="bf16", micro=2)
+    True
     >>> str(parse_strategy("hsdp=2+recompute+zero3=4"))
     'zero3=4+hsdp=2+recompute'
     """
@@ -27,6 +28,7 @@ class Strategy:
     replicas: int = 1
     precision: str = ""
     pure: bool = False
+    norms: bool = False
     offload: bool = False
     micro: int = 1
     recompute: bool = False
@@ -36,7 +38,7 @@ class Strategy:
         numbers = {"hsdp": self.replicas, "micro": self.micro, "tp": self.tensor}
         words = ["zero2" if self.reshard is False else "zero3" if self.reshard is True else f"zero3={self.reshard}"]
         words += [f"hsdp={self.replicas}"] * (self.replicas > 1) + [self.precision] * bool(self.precision)
-        words += ["pure"] * self.pure
+        words += ["pure"] * self.pure + ["norms"] * self.norms
         words += ["offload"] * self.offload + ["recompute"] * self.recompute
         words += [f"{name}={numbers[name]}" for name in ("micro", "tp") if numbers[name] > 1]
         return "+".join(words)
@@ -66,7 +68,7 @@ class Strategy:
 
 # What is verified unless the user says otherwise.
 DEFAULT = ("zero3", "zero2", "zero3+bf16", "zero3+micro=2", "zero3+recompute", "zero3+offload")
-WORDS = "zero3, zero3=N, zero2, hsdp=N, bf16, fp16, pure, offload, micro=N, recompute, tp=N"
+WORDS = "zero3, zero3=N, zero2, hsdp=N, bf16, fp16, pure, norms, offload, micro=N, recompute, tp=N"
 
 
 def parse_strategy(text: str) -> Strategy:
@@ -81,11 +83,31 @@ def parse_strategy(text: str) -> Strategy:
             given = {"reshard": name == "zero3"}
         elif name in _PRECISIONS and not number:
             given = {"precision": name}
-        elif name in ("offload", "recompute", "pure") and not number:
+        elif name in ("offload", "recompute", "pure", "norms") and not number:
             given = {name: True}
         else:
             raise ValueError(f"{text}: expected words of {WORDS} with + between them, found {word!r}")
         found = replace(found, **given)
     if found.pure and not found.precision:
         raise ValueError(f"{text}: expected bf16 or fp16 beside pure, which reduces in that dtype")
+    if found.norms and not found.precision:
+        raise ValueError(f"{text}: expected bf16 or fp16 beside norms, which keep the dtype of their parameters")
     return found
+
+
+# torch's own norms, which take inputs in another dtype than their weights; others may return that of the weights.
+_NORMS: tuple[type[nn.Module], ...] = (
+    nn.LayerNorm,
+    nn.GroupNorm,
+    nn.RMSNorm,
+    nn.BatchNorm1d,
+    nn.BatchNorm2d,
+    nn.BatchNorm3d,
+    nn.SyncBatchNorm,
+)
+_NORMS += (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
+
+
+def norms_of(model: nn.Module) -> list[nn.Module]:
+    """The modules that keep the dtype of their parameters under `norms`."""
+    return [module for module in model.modules() if isinstance(module, _NORMS)]

@@ -30,9 +30,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
-from fullshard.program import Program, blocks_of, find_program, to_device
+from fullshard.program import OwnDtype, Program, blocks_of, find_program, to_device
 
 from .setting import SCALE, SEED, Setting, batch_index, clean, named, seed_generators, seed_of, ties_of
+from .strategy import norms_of
 from .weights import Uses, Weights
 
 
@@ -149,7 +150,9 @@ class Sharded:
     """A model that `fully_shard` of either library sharded, and what it is read by."""
 
     def __init__(self, program: Program, model: Any, setting: Setting, mesh: DeviceMesh) -> None:
-        self.weights = Weights(setting.strategy.dtype)
+        own = norms_of(model) if setting.strategy.norms else []
+        kept = {p for module in own for p in module.parameters()}
+        self.weights = Weights(setting.strategy.dtype, {name for name, p in named(model) if p in kept})
         self.weights.watch(model, shard(program, model, setting, mesh))
         self.model = self.plain = model
         self._full = _full if dist.get_rank() == 0 else _taking_part
@@ -204,7 +207,9 @@ def shard(program: Program, model: nn.Module, setting: Setting, mesh: DeviceMesh
         import fullshard as library
     options: dict[str, Any] = {"mesh": mesh, "reshard_after_forward": setting.strategy.reshard}
     if setting.strategy.dtype is not None:
-        options["mp_policy"] = library.MixedPrecisionPolicy(setting.strategy.dtype, setting.strategy.reduce_dtype)
+        keeps = {"param_dtype_override_fn": OwnDtype(norms_of(model))} if setting.strategy.norms else {}
+        policy = library.MixedPrecisionPolicy(setting.strategy.dtype, setting.strategy.reduce_dtype, **keeps)
+        options["mp_policy"] = policy
     if setting.strategy.offload:
         options["offload_policy"] = library.CPUOffloadPolicy(pin_memory=setting.device != "cpu")
     units: list[nn.Module] = []
@@ -215,6 +220,13 @@ def shard(program: Program, model: nn.Module, setting: Setting, mesh: DeviceMesh
 
     program.shard(model, fully_shard)
     return units
+
+
+def torch_has_overrides() -> bool:
+    """Whether torch's FSDP2 knows compute dtypes of single parameters: from 2.15 on."""
+    import torch.distributed.fsdp as library
+
+    return hasattr(library.MixedPrecisionPolicy, "param_dtype_override_fn")
 
 
 def _mesh(setting: Setting, device: torch.device) -> DeviceMesh:

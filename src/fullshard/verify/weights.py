@@ -6,7 +6,7 @@ computed again in backward. `forward` is wrapped, so no hook comes between those
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import wraps
 from typing import Any, NamedTuple
 
@@ -35,9 +35,9 @@ class Uses(NamedTuple):
 class Weights:
     """Looks at the full parameters in each forward of a unit. Those that are not `held`, bit by bit, it keeps."""
 
-    def __init__(self, dtype: torch.dtype | None = None) -> None:
-        """`dtype`: in which units compute; None for that of the parameters."""
-        self._dtype = dtype
+    def __init__(self, dtype: torch.dtype | None = None, kept: Collection[str] = ()) -> None:
+        """`dtype`: in which units compute; None for that of the parameters, as for those of the names in `kept`."""
+        self._dtype, self._kept = dtype, kept
         # By name, what the shards hold.
         self.held: dict[str, Tensor] = {}
         # Which phase runs: a forward that is computed again runs in the backward.
@@ -81,13 +81,17 @@ class Weights:
                         continue  # the program uses shards here, or a unit's forward that fully_shard does not know
                     value = value.full_tensor()  # over the axis of tensor parallelism
                 self._count += 1
-                if not self._is_held(value, self.held[name]):
+                if not self._is_held(value, self.held[name], self._dtype_of(name)):
                     copy = value.detach().to("cpu", copy=True)
                     self._others.setdefault((self.phase, name), Used(self.phase, name, copy))
 
-    def _is_held(self, value: Tensor, held: Tensor) -> bool:
+    def _dtype_of(self, name: str) -> torch.dtype | None:
+        return None if name in self._kept else self._dtype
+
+    @staticmethod
+    def _is_held(value: Tensor, held: Tensor, dtype: torch.dtype | None) -> bool:
         # Of a floating dtype that only says how large packed values are, nothing is cast; these are not trained.
-        wanted = self._dtype if self._dtype is not None and held.is_floating_point() else held.dtype
+        wanted = dtype if dtype is not None and held.is_floating_point() else held.dtype
         if value.shape != held.shape or (value.requires_grad and value.dtype is not wanted):
             return False
         held = held.to(value.device, value.dtype)
