@@ -26,8 +26,9 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.checkpoint import checkpoint
 
@@ -46,7 +47,8 @@ CPU = torch.device("cpu")
 
 # What a reader has imported.
 NAMES: dict[str, Any] = {
-    "AveragedModel": AveragedModel, "ColwiseParallel": ColwiseParallel, "Counter": Counter, "DTensor": DTensor,
+    "AveragedModel": AveragedModel, "DistributedDataParallel": DistributedDataParallel, "Shard": Shard,
+    "ColwiseParallel": ColwiseParallel, "Counter": Counter, "DTensor": DTensor,
     "MixedPrecisionPolicy": MixedPrecisionPolicy, "RowwiseParallel": RowwiseParallel,
     "StateDictOptions": StateDictOptions, "checkpoint": checkpoint, "device": CPU, "dist": dist,
     "fullshard": fullshard, "fully_shard": fully_shard, "get_model_state_dict": get_model_state_dict,
@@ -702,3 +704,80 @@ def _(rank: int, title: str) -> None:
     row["model"], row["head"] = shard(build()), Head()
     row.mend()
     row.see()
+
+
+@symptom("Plain and sharded parameters in one step")
+def _(rank: int, title: str) -> None:
+    model, plain = seeded(Model), seeded(Model)
+    shard(model, ignored_params={model.head.bias})
+    whole = batch(dist.get_world_size(), 0)
+    for one in (model, plain):  # the same batch on all ranks: nothing averages the bias
+        square(one, whole).backward()
+    row = Row(title, model=model)
+    with pytest.raises(RuntimeError, match="mixed torch.Tensor and DTensor"):
+        row.see()
+    with pytest.raises(RuntimeError, match=r"found .*weight, which is sharded, beside .*head.bias, .*step_on_shards"):
+        torch.optim.AdamW(model.parameters(), foreach=True).step()
+    row.mend()
+    torch.nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
+    torch.optim.AdamW(plain.parameters(), lr=1e-2).step()
+    for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        found = mine.full_tensor() if isinstance(mine, DTensor) else mine
+        torch.testing.assert_close(found.detach(), theirs.detach(), rtol=0, atol=1e-3)
+
+
+@symptom("Kernels that want plain tensors")
+def _(rank: int, title: str) -> None:
+    import bitsandbytes
+
+    model = shard(build())
+    square(model, tokens_of(rank)).backward()
+    before = model.head.weight.full_tensor().clone()
+    row = Row(title, model=model, bitsandbytes=bitsandbytes)
+    with pytest.raises(RuntimeError, match=r"AdamW8bit.step: .* elementwise=True"):
+        row.see()
+    row.mend()
+    assert not torch.equal(model.head.weight.full_tensor(), before)
+
+
+@symptom("DistributedDataParallel around units")
+def _(rank: int, title: str) -> None:
+    model = build()
+    fully_shard(model.layers[0])
+    row = Row(title, model=model)
+    with pytest.raises(RuntimeError, match="DistributedDataParallel: .* sharded layers.0.norm.weight"):
+        row.see()
+    row["model"] = build()
+    row.mend()
+    square(row["model"], tokens_of(rank)).backward()
+    assert row["model"].head.weight.grad.device_mesh.mesh_dim_names == ("replicate", "shard")
+
+
+class Scoring(nn.Module):
+    """(n, 4) -> (n, 1)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.score = nn.Linear(4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.score(x)
+        return found
+
+
+@symptom("Muon and a weight with few rows")
+def _(rank: int, title: str) -> None:
+    row = Row(title, model=fully_shard(seeded(Scoring)))
+    inputs = torch.linspace(-1, 2, 8).view(2, 4)
+    row["model"](inputs).sum().backward()
+    if torch.__version__ >= "2.11":
+        with pytest.raises(RuntimeError, match="placement changes"):
+            row.see()
+    row["model"], plain = seeded(Scoring), seeded(Scoring)
+    row.mend()
+    for one in (row["model"], plain):
+        one(inputs).sum().backward()
+    row.see()
+    torch.optim.Muon([plain.score.weight], lr=1e-2).step()
+    # It computes in bfloat16: a hundredth of a step, whose elements are below its length of 0.01.
+    torch.testing.assert_close(row["model"].score.weight.full_tensor(), plain.score.weight, rtol=0, atol=1e-3)

@@ -75,6 +75,11 @@ def refuse_distribution(module: nn.Module, text: str) -> None:
     module.__dict__.setdefault("_distribute_module_applied", _Refusal(text))
 
 
+def left_out_of_ddp(module: nn.Module) -> frozenset[str]:
+    """The names of parameters below `module` that DistributedDataParallel around it ignores."""
+    return frozenset(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+
+
 def applied_apis(module: nn.Module) -> tuple[str, ...]:
     """The composable APIs applied to `module`, of fullshard or torch: "fully_shard", "replicate", ..."""
     return tuple(module.__dict__.get(REGISTRY_KEY, ()))

@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 
 from .._torch import dtensor_like, local_of, same_spec
 from .._torch.modules import outside_graphs
+from ..engine.foreign_steps import ON_SHARDS
 from ..param import PendingGrad, SteppedGrad
 from ..policy.arguments import expect_flag
 
@@ -44,7 +45,7 @@ ELEMENTWISE: tuple[type[Optimizer], ...] = (
     torch.optim.SGD,
 )
 
-_ATTRIBUTE = "_fullshard_mirrors"
+_ATTRIBUTE = ON_SHARDS
 # The `Around` of an optimizer of which some parameters step in backward (step_in_backward.py).
 AROUND = "_fullshard_around_step"
 # Param groups of an optimizer, each with the parameters to step.

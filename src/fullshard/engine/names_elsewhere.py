@@ -21,5 +21,5 @@ def names_elsewhere(parameters: Iterable[Tensor]) -> dict[int, str]:
             # The more dots, the further out is the module.
             if name.count(".") > depths.get(id(parameter), name.count(".")):
                 depths[id(parameter)] = name.count(".")
-                wanted[id(parameter)] = f"{type(module).__name__}.{clean_name(name)}"
+                wanted[id(parameter)] = f"{type(module).__name__.removeprefix('FSDP')}.{clean_name(name)}"
     return wanted

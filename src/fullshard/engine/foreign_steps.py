@@ -1,0 +1,95 @@
+"""Optimizers and wrappers of others that cannot take sharded parameters: an error before theirs.
+
+It names the parameter and what works. Theirs names none, and comes in the middle of a step.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_module_registration_hook
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from .._torch.modules import left_out_of_ddp
+from ..param import Owner
+from .names_elsewhere import names_elsewhere
+from .optimizer_steps import clean_name, first_few, refuses_steps
+from .root import module_units
+
+# On an optimizer that steps on shards (api/optimizer.py).
+ON_SHARDS = "_fullshard_mirrors"
+# Optimizers that were looked at and hold nothing to refuse, with what they were looked at as.
+_fine: weakref.WeakKeyDictionary[Optimizer, list[Any]] = weakref.WeakKeyDictionary()
+
+
+@refuses_steps((None,))
+def _refuse_foreign(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    seen = [(len(g["params"]), g.get("foreach"), g.get("fused")) for g in optimizer.param_groups]
+    if _fine.get(optimizer) == seen or ON_SHARDS in optimizer.__dict__:
+        return
+    room = type(optimizer).__module__.partition(".")[0]
+    found = False
+    for group in optimizer.param_groups:
+        ours = {id(p): owner for p in group["params"] if (owner := Owner.of(p)) is not None}
+        if ours and room == "bitsandbytes":
+            _refuse_bitsandbytes(optimizer, [owner.name for owner in ours.values()])
+        how = next((name for name in ("foreach", "fused") if group.get(name) is True), None)
+        if how is None or not ours or len(ours) == len(group["params"]) or room != "torch":
+            continue
+        found = True
+        trained = [p for p in group["params"] if p.grad is not None]
+        for plain in (p for p in trained if id(p) not in ours):
+            beside = next((p for p in trained if id(p) in ours and _alike(p, plain)), None)
+            if beside is not None:
+                raise RuntimeError(
+                    f"{type(optimizer).__name__}.step: expected parameters of one kind for {how}=True, found "
+                    f"{ours[id(beside)].name}, which is sharded, beside {names_elsewhere([plain])[id(plain)]}, which "
+                    f"is not; call fullshard.step_on_shards(optimizer), or build it with {how}=False"
+                )
+    if not found:
+        _fine[optimizer] = seen
+
+
+def _alike(a: Tensor, b: Tensor) -> bool:
+    """Whether one list of torch's has both."""
+    return a.dtype is b.dtype and a.device == b.device
+
+
+def _refuse_bitsandbytes(optimizer: Optimizer, names: list[str]) -> None:
+    name = type(optimizer).__name__
+    cure = "call fullshard.step_on_shards(optimizer, elementwise=True): each rank steps its own rows"
+    if "LAMB" in name or "LARS" in name:
+        cure = "take one whose update of an element depends on no other element, such as its AdamW"
+    raise RuntimeError(
+        f"{name}.step: expected plain parameters, as its kernels do, found {first_few(names)}, which fully_shard "
+        f"sharded; {cure}"
+    )
+
+
+# ---- DistributedDataParallel -----------------------------------------------------------------------------------------
+
+
+def _refuse_around(parent: nn.Module, name: str, child: nn.Module | None) -> None:
+    if child is None or name != "module" or not isinstance(parent, DistributedDataParallel):
+        return
+    left = left_out_of_ddp(child)
+    names = [one for one in _sharded_names(child) if one not in left]
+    if names:
+        raise NotImplementedError(  # torch's type, for a module that is a unit itself
+            f"DistributedDataParallel: expected a module whose gradients nobody else averages, found "
+            f"{type(child).__name__}, of which fully_shard sharded {first_few(names)} and averages the gradients; "
+            f"call fully_shard on the whole model instead, with a mesh of two axes for copies of shards, or "
+            f"fullshard.replicate for what is to be whole on every rank"
+        )
+
+
+def _sharded_names(model: nn.Module) -> Iterator[str]:
+    ours = {id(param.sharded) for unit in module_units(model) for param in unit.params}
+    return (clean_name(name) for name, parameter in model.named_parameters() if id(parameter) in ours)
+
+
+register_module_module_registration_hook(_refuse_around)
