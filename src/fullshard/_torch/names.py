@@ -134,7 +134,7 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
     ),
 )
 
-# Names on modules that this package sets for others to read, or reads where they are set; torch need not have them.
+# Names on modules, which this package sets for others or reads; torch need not have them.
 MARKS: dict[str, str] = {
     "_ddp_params_and_buffers_to_ignore": "what DistributedDataParallel leaves out, as its users set it; there is no public name",
     "_is_fsdp_managed_module": _MARKS,
