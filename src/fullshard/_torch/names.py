@@ -136,7 +136,7 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
 
 # Names on modules, which this package sets for others or reads; torch need not have them.
 MARKS: dict[str, str] = {
-    "_ddp_params_and_buffers_to_ignore": "what DistributedDataParallel leaves out, as its users set it; there is no public name",
+    "_ddp_params_and_buffers_to_ignore": "what DistributedDataParallel leaves out; there is no public name",
     "_is_fsdp_managed_module": _MARKS,
     "_fsdp_use_orig_params": _MARKS,
     "_distribute_module_applied": "the mark that `distribute_module` looks for, so that it refuses a sharded module",
