@@ -40,6 +40,7 @@ from torch.testing._internal.distributed import multi_threaded_pg as threaded
 
 from tests.harness import collecting, cuda_builds, worlds
 from tests.harness.errors import RankReport, RanksFailed, format_stacks
+from tests.harness.installed import clear_sharding_cache
 
 # How long a rank may take to leave its collective after it was told to: it only has to wake up and unwind.
 _RELEASE_SECONDS = 3.0
@@ -296,6 +297,9 @@ class _Thread(threading.Thread):
             self.rank, self.name = rank, rank.name
             rank.main()
             self.rank = None
+        # Torch 2.10 frees what a thread remembers of DTensors, meshes among it, under a lock of all threads, and gives
+        # the interpreter lock away meanwhile: two threads that end at once would wait for each other for ever.
+        clear_sharding_cache()
 
 
 @atexit.register
