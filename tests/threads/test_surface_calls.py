@@ -322,8 +322,8 @@ def _pipeline_stage(model: Any, state: Any, batches: list[Tensor]) -> None:
     model.set_reshard_after_backward(True)
     model.set_requires_gradient_sync(True)
     for each in state._state_ctx.all_states:
-        # Stages up to 2.11 know one group of each state.
-        for group in each._fsdp_param_groups if SEVERAL_GROUPS else [each._fsdp_param_group]:
+        # Stages up to 2.11 know one group of each state, or none.
+        for group in each._fsdp_param_groups if SEVERAL_GROUPS else filter(None, [each._fsdp_param_group]):
             group.post_backward()
     state._root_post_backward_final_callback()
 
