@@ -4,7 +4,7 @@
     python -m tests.data.exchange_checkpoints load FOLDER       loads each of them into a model whose values are wrong
 
     own       the crash-safe format, `fullshard.checkpoint.save`
-    dcp       `torch.distributed.checkpoint.save`
+    dcp       `torch.distributed.checkpoint.save`; an older torch reads 2.15's after `fullshard checkpoint convert`
     whole.pt  `torch.save` of full values on rank 0, `torch.load` with its default of weights only
 
 Two ranks over gloo; parameters, buffers and the state of AdamW. Loading fails where a digest is another one. Both print
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
@@ -26,6 +27,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.multiprocessing as mp
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from fullshard import checkpoint
@@ -51,7 +53,8 @@ def save(rank: int, folder: Path) -> None:
 
 
 def load(rank: int, folder: Path) -> None:
-    expected = json.loads((folder / "expected.json").read_text())["state"]
+    said = json.loads((folder / "expected.json").read_text())
+    expected = said["state"]
     for name in FORMATS:
         model, optimizer = build("plain")
         train(model, optimizer)
@@ -62,7 +65,7 @@ def load(rank: int, folder: Path) -> None:
             checkpoint.load(state, checkpoint_id=str(folder / name))
         elif name == "dcp":
             state.pop("step")
-            dcp.load(state, checkpoint_id=str(folder / name))
+            _load_dcp(rank, state, folder, said["torch"])
         else:
             whole = torch.load(folder / name)
             state = {part: _each(_filled, state[part], whole[part]) for part in ("model", "optimizer")}
@@ -72,6 +75,32 @@ def load(rank: int, folder: Path) -> None:
         found = digests(state_of(model, optimizer, STEPS))
         other = sorted(key for key in {*found, *expected} if found.get(key) != expected.get(key))
         assert not other, f"{name}: expected the saved values, found others in {other[:5]}"
+
+
+def _load_dcp(rank: int, state: dict[str, Any], folder: Path, wrote: str) -> None:
+    """By torch; what 2.15 or newer wrote, a torch up to 2.14 refuses: then converted to the own format."""
+    if not _release(wrote) >= (2, 15) > _release(torch.__version__):
+        dcp.load(state, checkpoint_id=str(folder / "dcp"))
+        return
+    try:
+        dcp.load(state, checkpoint_id=str(folder / "dcp"))
+    except CheckpointException:
+        pass
+    else:
+        raise AssertionError(
+            f"torch {torch.__version__} loads what {wrote} saved by DCP: docs/torch-versions.md says no"
+        )
+    converted = folder / "dcp-converted"
+    if rank == 0:
+        command = [sys.executable, "-m", "fullshard", "checkpoint", "convert", str(folder / "dcp"), str(converted)]
+        subprocess.run(command, check=True)
+    dist.barrier()
+    checkpoint.load(state, checkpoint_id=str(converted))
+
+
+def _release(version: str) -> tuple[int, int]:
+    major, minor = version.split(".")[:2]
+    return int(major), int(minor)
 
 
 def _each(change: Callable[..., Any], state: Any, *others: Any) -> Any:

@@ -63,6 +63,11 @@ def register(seed: int = 0) -> None:
     vars(distributed_c10d)["_NCCL_AVAILABLE"] = True
     vars(distributed_c10d)["default_pg_nccl_timeout"] = timedelta(minutes=10)
     backends.backend_capability[BACKEND] = ["simulated"]
+    # From 2.15 on "nccl" is ProcessGroupNCCL2 unless TORCH_DIST_USE_NCCL2=0 was set at the import; what is simulated
+    # here is the class that it then is, and that fullshard makes its own groups of with every torch.
+    legacy = getattr(distributed_c10d, "_register_builtin_nccl_as_legacy", None)
+    if legacy is not None:
+        legacy()
     backends.default_device_backend_map["simulated"] = BACKEND
 
 
