@@ -52,8 +52,10 @@ TORCH_OF_PYTHONS = "2.13.0"
 # require come with them.
 PACKAGES = (
     "filelock typing-extensions sympy networkx jinja2 fsspec setuptools numpy pytest hypothesis safetensors isal rich "
-    "PyYAML libcst shtab hatchling editables matplotlib tensorboard tokenizers psutil"
+    "PyYAML libcst shtab hatchling editables matplotlib tensorboard tokenizers psutil transformers"
 ).split()
+# These without what they require: that includes torch, with NVIDIA's packages.
+PACKAGES_ALONE = ("accelerate", "peft", "bitsandbytes", "torchao")
 
 # Of each tier what shows that the engine works with a torch: about four minutes on two idle cores. Two lists, which run
 # side by side: ranks that are threads, and the others.
@@ -195,11 +197,12 @@ class Cache:
         if (folder / "made").is_file():
             return interpreter
         base = _works(f"python{python}")
-        print(f"python {python}: making an environment with {len(PACKAGES)} packages", flush=True)
+        print(f"python {python}: making an environment with its packages", flush=True)
         shutil.rmtree(folder, ignore_errors=True)
         _do([base, "-m", "venv", str(folder)])
         pip = [str(interpreter), "-m", "pip", "install", "-q", "--disable-pip-version-check"]
         _do([*pip, "-c", str(ROOT / "constraints.txt"), *PACKAGES])
+        _do([*pip, "-c", str(ROOT / "constraints.txt"), "--no-deps", *PACKAGES_ALONE])
         _do([*pip, "--no-deps", "--no-build-isolation", "-e", str(ROOT)])
         (folder / "made").write_text("\n".join(PACKAGES) + "\n")
         return interpreter
