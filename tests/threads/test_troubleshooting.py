@@ -36,7 +36,7 @@ import fullshard
 import fullshard.observe
 from fullshard import MixedPrecisionPolicy, fully_shard
 from fullshard.policy import use_options
-from tests.harness import tolerance
+from tests.harness import installed, tolerance
 from tests.harness.forked import run_forks
 from tests.harness.models import seeded
 from tests.harness.threads import run_ranks
@@ -652,7 +652,8 @@ def _(rank: int, title: str) -> None:
     if rank == 1:
         model.head.weight.grad.to_local()[0, 0] = float("nan")
     row = Row(title, model=model)
-    assert row.see() == [rank == 1]
+    # From 2.14 on torch gathers the tensor for this; before, each rank read its own share.
+    assert row.see() == [rank == 1 or installed.release() >= (2, 14)]
     assert row.mend() == [True, ["head.weight"]]
 
 
