@@ -42,7 +42,7 @@ ROOT = Path(__file__).resolve().parents[1]
 # ---- what runs -------------------------------------------------------------------------------------------------------
 
 # Each of them on PYTHON. Where pip offers less, the newest that it offers.
-TORCHES = ("2.10.0", "2.11.0", "2.12.1", "2.13.0", "2.14.1", "2.15.0")
+TORCHES = ("2.11.0", "2.12.1", "2.13.0", "2.14.1", "2.15.0")
 PYTHON = "3.11"
 # Each of them with this torch.
 PYTHONS = ("3.12", "3.13")
