@@ -22,6 +22,9 @@ from tests.harness.behaviours import behaviour
 from tests.harness.models import seeded
 from tests.harness.threads import run_ranks, several
 
+# torch 2.12's, where several threads compile the step of torchao's optimizers at once.
+pytestmark = pytest.mark.filterwarnings("ignore:torch.compile with fullgraph=True found no compiled frames:UserWarning")
+
 # Of the rows of two ranks blocks of 256 begin: at each; at every second, so that three ranks cut blocks; at the first
 # rank's alone, because the second has too few elements; at the only row's.
 SHAPES = {"even": (128, 128), "odd": (90, 192), "mixed": (7, 1024), "single": (1, 8192), "small": (5,)}
