@@ -38,8 +38,7 @@ def _told(program: Any, *args: Any) -> str:
 @pytest.mark.quick(5)
 @pytest.mark.parametrize(
     "name",
-    # Those that hang are ended by the test's time limit.
-    [pytest.param(name, marks=pytest.mark.slow) if one.hangs else name for name, one in LIFETIMES.items()],
+    [pytest.param(name, marks=pytest.mark.slow) if one.hangs or one.races else name for name, one in LIFETIMES.items()],
 )
 def test_a_fault_of_a_lifetime_is_found(name: str) -> None:
     one = LIFETIMES[name]
