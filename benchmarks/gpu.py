@@ -51,15 +51,15 @@ def parts(device: str, *, tiny: bool = False) -> list[Part]:
     settings = ["--settings", "1"] if tiny else []
     sanitizer = ["benchmarks.gpu_ranks", *given, "--kind", "sanitized"]
     return [
-        Part("nccl pair", [*ranks, "--kind", "nccl pair"], 60),
-        Part("tests", ["benchmarks.gpu_tests", *given], 40),
-        Part("step 8B", [*step, "--shape", "8B", *few, *settings], 105),
-        Part("step 1B", [*step, "--shape", "1B", *few, *settings], 55),
-        Part("world 1", [*ranks, "--kind", "world 1", *few], 45),
-        Part("gloo pair", [*ranks, "--kind", "gloo pair"], 50),
-        Part("plan", ["benchmarks.gpu_plan", *given, *few], 55),
-        Part("two devices", [*ranks, "--kind", "two devices", *few], 30),
-        Part("sanitizer", sanitizer, 20),
+        Part("nccl pair", [*ranks, "--kind", "nccl pair"], 50),
+        Part("tests", ["benchmarks.gpu_tests", *given], 32),
+        Part("step 8B", [*step, "--shape", "8B", *few, *settings], 95),
+        Part("step 1B", [*step, "--shape", "1B", *few, *settings], 75),
+        Part("world 1", [*ranks, "--kind", "world 1", *few], 62),
+        Part("gloo pair", [*ranks, "--kind", "gloo pair"], 40),
+        Part("plan", ["benchmarks.gpu_plan", *given, *few], 72),
+        Part("two devices", [*ranks, "--kind", "two devices", *few], 20),
+        Part("sanitizer", sanitizer, 22),
         Part("compiled", [*step, "--shape", "1B", "--compiled", *few], 40),
     ]
 

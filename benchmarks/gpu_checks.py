@@ -7,6 +7,7 @@ largest element of that tensor, after three steps of SGD with momentum.
 
 from __future__ import annotations
 
+import functools
 import gc
 import statistics
 import threading
@@ -20,6 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
 
 from benchmarks.common import paired_ratio
 from benchmarks.device import Clock, has_times, module_of, synchronize, waits_noted
@@ -266,11 +268,26 @@ def _trained(at: Rank, way: str, setting: str) -> list[torch.Tensor]:
 
 
 def _whole(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """On the host; shards there go over the device."""
+    """On the host. Shards there go over the device; with gloo those of the device go over the host, because torch 2.11
+    ends with a segmentation fault in `full_tensor` of a DTensor of CUDA over gloo."""
     found: Any = tensor.detach()
-    if hasattr(found, "full_tensor"):
-        found = found.to(device).full_tensor()
+    if isinstance(found, DTensor):
+        mesh = found.device_mesh
+        if mesh.device_type == "cuda" and dist.get_backend(mesh.get_group(0)) == "gloo":
+            pieces = found.to_local().cpu()
+            hosts = _mesh_of_hosts(mesh)
+            shape, stride = found.shape, found.stride()
+            found = DTensor.from_local(pieces, hosts, found.placements, run_check=False, shape=shape, stride=stride)
+        else:
+            found = found.to(device)
+        found = found.full_tensor()
     return found.float().cpu()  # type: ignore[no-any-return]
+
+
+@functools.cache
+def _mesh_of_hosts(mesh: DeviceMesh) -> DeviceMesh:
+    """The same ranks, for tensors of the host."""
+    return DeviceMesh("cpu", mesh.mesh.cpu(), mesh_dim_names=mesh.mesh_dim_names)
 
 
 def checkpoint(at: Rank) -> Rows:

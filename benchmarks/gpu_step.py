@@ -27,6 +27,7 @@ import gc
 import json
 import math
 import os
+import re
 import statistics
 import tempfile
 import time
@@ -289,6 +290,17 @@ def sorted_events(events: Sequence[dict[str, Any]]) -> dict[str, Counter[str]]:
     return found
 
 
+def shortened(names: Counter[str], most: int) -> dict[str, int]:
+    """The most frequent kernels by a name of at most 60 characters: template arguments are left out but for the
+    functor that tells one kernel of torch from the next."""
+    found: Counter[str] = Counter()
+    for name, count in names.items():
+        outer = re.sub(r"^void |at::native::|\(anonymous namespace\)::|c10::", "", name)
+        functor = re.search(r"(\w+(?:Functor|Ops|_kernel(?:_cuda|_impl)?))\b(?!.*\1)", outer.partition("<")[2])
+        found[f"{re.split('[<(]', outer)[0]}{f' {functor[1]}' if functor else ''}"[:60]] += count
+    return dict(found.most_common(most))
+
+
 def ring(bandwidth: float) -> str:
     """A bandwidth as a column has it."""
     return "no time" if math.isinf(bandwidth) else f"{bandwidth / 1e9:g} GB/s"
@@ -379,7 +391,7 @@ class Bench:
                     other_streams=found["other"].total(),
                     waits=dict(found["waits"]),
                     beyond_bare=more.total(),
-                    most={name[:60]: count for name, count in more.most_common(6)},
+                    most=shortened(more, 8),
                 )
 
     def steps(
@@ -391,7 +403,9 @@ class Bench:
         for bandwidth in bandwidths:
             with attempted("step", **setting, link=ring(bandwidth)):
                 self.link.bandwidth = bandwidth
-                taken = seconds_of(steps, self.device, self.rounds, 2 if self.times else 1)
+                # Slow links take long, and differ little from one step to the next.
+                rounds = self.rounds if bandwidth >= 100e9 else min(self.rounds, 3)
+                taken = seconds_of(steps, self.device, rounds, 2 if self.times else 1)
                 quiet = quiet or taken
                 for way, times in taken.items():
                     figures: dict[str, float | None] = dict.fromkeys(("ms", "over_bare", "over_fsdp2", "exposed_ms"))

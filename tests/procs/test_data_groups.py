@@ -213,6 +213,8 @@ def _cut_for_a_device(rank: int) -> tuple[bool, float]:
     data.connect()
     backend: Any = data.group._get_backend(device)
     pending = backend.recv([torch.empty(1)], 1 - rank, 7)
+    # Both wait now: a rank that asks after the cut gets its error from `recv` itself.
+    dist.barrier()
     begun = time.monotonic()
     if rank == 0:
         data.cut()
