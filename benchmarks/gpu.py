@@ -6,6 +6,7 @@
 
     nccl pair     two ranks of NCCL on one device, each as a host of its own: data groups, lazy communicators, coalesced
                   messages, training, abort; refused by NCCL: a row that says so (gpu_ranks)
+    faults        what a rank says of what the other does, over NCCL: exceptions, order, deaths (gpu_faults)
     tests         tests/gpu with warnings shown: each test, and each warning, which would be an error (gpu_tests)
     step 8B, 1B   rank 0 of 8 over messages that take bytes / bandwidth on a stream of their own, beside FSDP2 and the
                   bare model: step, exposed communication, host time, memory, kernels (gpu_step, gpu_messages)
@@ -49,18 +50,20 @@ def parts(device: str, *, tiny: bool = False) -> list[Part]:
     ranks, step = ["benchmarks.gpu_ranks", *given], ["benchmarks.gpu_step", *given]
     few = ["--rounds", "1"] if tiny else []
     settings = ["--settings", "1"] if tiny else []
+    faults = ["--faults", "raises in its step", "swaps two blocks"] if tiny else []
     sanitizer = ["benchmarks.gpu_ranks", *given, "--kind", "sanitized"]
     return [
         Part("nccl pair", [*ranks, "--kind", "nccl pair"], 50),
-        Part("tests", ["benchmarks.gpu_tests", *given], 32),
-        Part("step 8B", [*step, "--shape", "8B", *few, *settings], 95),
-        Part("step 1B", [*step, "--shape", "1B", *few, *settings], 75),
+        Part("faults", ["benchmarks.gpu_faults", *given, *faults], 38),
+        Part("tests", ["benchmarks.gpu_tests", *given], 30),
+        Part("step 8B", [*step, "--shape", "8B", *few, *settings], 80),
+        Part("step 1B", [*step, "--shape", "1B", *few, *settings], 58),
         Part("world 1", [*ranks, "--kind", "world 1", *few], 62),
         Part("gloo pair", [*ranks, "--kind", "gloo pair"], 40),
-        Part("plan", ["benchmarks.gpu_plan", *given, *few], 72),
+        Part("plan", ["benchmarks.gpu_plan", *given, *few], 68),
         Part("two devices", [*ranks, "--kind", "two devices", *few], 20),
         Part("sanitizer", sanitizer, 22),
-        Part("compiled", [*step, "--shape", "1B", "--compiled", *few], 40),
+        Part("compiled", [*step, "--shape", "1B", "--compiled", *few], 38),
     ]
 
 

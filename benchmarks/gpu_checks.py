@@ -264,10 +264,10 @@ def _trained(at: Rank, way: str, setting: str) -> list[torch.Tensor]:
         optimizer.step()
         optimizer.zero_grad()
     state = [optimizer.state[p]["momentum_buffer"] for p in model.parameters()]
-    return [_whole(tensor, at.device) for tensor in (*model.parameters(), *state)]
+    return [whole(tensor, at.device) for tensor in (*model.parameters(), *state)]
 
 
-def _whole(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+def whole(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """On the host. Shards there go over the device; with gloo those of the device go over the host, because torch 2.11
     ends with a segmentation fault in `full_tensor` of a DTensor of CUDA over gloo."""
     found: Any = tensor.detach()
@@ -297,7 +297,7 @@ def checkpoint(at: Rank) -> Rows:
     import fullshard
 
     model = build("fullshard", at.small, at.device, at.mesh(), same=True)
-    expected = [_whole(p, at.device) for p in model.parameters()]
+    expected = [whole(p, at.device) for p in model.parameters()]
     folder, alone = at.folder / "checkpoint", at.world == 1
     fullshard.checkpoint.save({"model": model.state_dict()}, checkpoint_id=str(folder / "own"))
     found = [("own", "fullshard")]
@@ -313,7 +313,7 @@ def checkpoint(at: Rank) -> Rows:
         else:
             dcp.load(state, checkpoint_id=str(folder / "dcp"), no_dist=alone)
             other.load_state_dict(state["model"])
-        if not all(torch.equal(_whole(p, at.device), e) for p, e in zip(other.parameters(), expected, strict=True)):
+        if not all(torch.equal(whole(p, at.device), e) for p, e in zip(other.parameters(), expected, strict=True)):
             raise ValueError(f"{kind} into {way}: other values than were saved")
         yield {"format": kind, "into": way, "equal": True}
 

@@ -13,6 +13,7 @@ are. Models on a CPU lose nothing, and have none.
 
 from __future__ import annotations
 
+import gc
 import operator
 import threading
 import time
@@ -294,13 +295,15 @@ class Recovery:
                 scope.losses.note_under_way()
         epochs = [-1 if scope.losses.current is None else scope.losses.current.epoch for scope in self._scopes]
         if any(map(operator.gt, epochs, self._epochs)):
+            # A model that was dropped shares the mesh until its cycles are collected, and nobody can load it.
+            gc.collect()
             self._left = self._everything()
         self._epochs = epochs
         return max(epochs) >= 0
 
     def missing(self) -> list[str]:
         """The dotted names of what was not loaded since the loss."""
-        return list(self._left.values()) if self.look() else []
+        return list(self._left.values()) if self.look() and self._model() is not None else []
 
     def note(self, module: nn.Module, names: Iterable[str]) -> None:
         """`names` of `module` were written."""
