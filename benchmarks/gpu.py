@@ -27,6 +27,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import shutil
 import signal
 import sys
@@ -39,6 +40,7 @@ from typing import Any
 from benchmarks.gpu_parts import GRACE_SECONDS, Part, Result, run
 
 SIMULATED = "simulated"
+ROOT = Path(__file__).parents[1]
 MINUTES = 9.0
 # This process's own: imports, looks at the device, files.
 OWN_SECONDS = 12.0
@@ -116,7 +118,7 @@ def markdown(results: Mapping[str, Result], facts: Mapping[str, Any]) -> str:
                 lines += [*_table(rows), ""]
         shown = result.warned[-8:] if result.error else []
         if shown:
-            lines += ["", "```text", *shown, "```"]
+            lines += ["", "```text", *map(_placeless, shown), "```"]
     return "\n".join(lines).rstrip() + "\n"
 
 
@@ -157,7 +159,12 @@ def _cell(value: Any) -> str:
         return "; ".join(f"{key} {_cell(one)}" for key, one in value.items())
     if isinstance(value, list):
         return "; ".join(map(_cell, value))
-    return str(value).replace("|", "\\|").replace("\n", " ")
+    return _placeless(str(value)).replace("|", "\\|").replace("\n", " ")
+
+
+def _placeless(text: str) -> str:
+    """Without the folders in which this repository and packages lie here."""
+    return re.sub(r"[^\s\"']*/(?:site-packages|dist-packages)/", "", text.replace(f"{ROOT}/", ""))
 
 
 def as_json(results: Mapping[str, Result], facts: Mapping[str, Any]) -> str:
@@ -191,7 +198,9 @@ def run_all(
     results: dict[str, Result] = {}
     for place, part in enumerate(found):
         print(f"\n==== {part.name} ====", flush=True)
-        seconds = allowed_seconds(part, found[place + 1 :], end - time.monotonic())
+        # What cannot run leaves its time to the others.
+        later = [one for one in found[place + 1 :] if not cannot(one, device)]
+        seconds = allowed_seconds(part, later, end - time.monotonic())
         why = cannot(part, device)
         if not why and seconds < min(part.limit_s, 10.0):
             why = f"{max(seconds, 0):.0f} s left"

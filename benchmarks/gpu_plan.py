@@ -4,7 +4,8 @@ python -m benchmarks.gpu_plan
 python -m benchmarks.gpu_plan --device simulated --tiny       the script itself, without hardware
 
 share       what kernels reach of the profile's peaks (plan/machine.py), measured one by one: matrix products and
-            attention in bf16, forward and backward, memory, the host's time of an operation, page-locked copies
+            attention in bf16, forward and backward, memory, page-locked copies; and the host's time of an operation,
+            from the steps of the lines
 plan        steps of fullshard's Llama as rank 0 of 8 over messages of the profile's bandwidth (gpu_messages), mixed
             precision, without an optimizer: predicted with the profile's shares, with the measured ones, and with
             shares fitted to the lines "fitted"; "predicted" lines were not used. And the peak of the allocator,
@@ -34,6 +35,7 @@ import torch.nn.functional as F
 from benchmarks import gpu_messages
 from benchmarks.device import SIMULATED, Clock, device_of, has_times, machine, module_of, name_of, synchronize
 from benchmarks.gpu_parts import attempted, row, shows_stacks
+from benchmarks.gpu_step import host_seconds
 from fullshard.plan import Planner, Strategy, find_hardware
 from fullshard.plan.facts import describe
 from fullshard.plan.machine import Hardware
@@ -80,7 +82,7 @@ def profile_of(device: torch.device) -> Hardware:
 
 
 def measured_shares(device: torch.device, base: Hardware, *, tiny: bool) -> dict[str, float]:
-    """What kernels reach, by the names of `Hardware`: shares of its peaks; seconds (launch) and bytes/s (host)."""
+    """What kernels reach, by the names of `Hardware`: shares of its peaks, and bytes/s (host)."""
 
     def seconds(call: Callable[[], object], repeats: int = 8) -> float:
         clock = Clock(device)
@@ -103,23 +105,16 @@ def measured_shares(device: torch.device, base: Hardware, *, tiny: bool) -> dict
     source = torch.randn((1 << 12) if tiny else (1 << 28), device=device)
     out = torch.empty_like(source)
     found["stream"] = 2 * source.nbytes / seconds(lambda: torch.neg(source, out=out)) / base.bandwidth
-    small = torch.randn(8, device=device)
-    # The first call of a kernel loads it: 23 ms on an H100, beside 7 us of each later one.
-    torch.neg(small)
-    synchronize(device)
-    begun = time.perf_counter()
-    for _ in range(500):
-        torch.neg(small)
-    found["launch"] = (time.perf_counter() - begun) / 500
     host = torch.empty((1 << 12) if tiny else (1 << 26), pin_memory=True)
     found["host"] = host.nbytes / seconds(lambda: out[: host.numel()].copy_(host, non_blocking=True))
     return found
 
 
 class Truth(NamedTuple):
-    """What a line took. `seconds`: of a step; `peak_nbytes`: of the allocator."""
+    """What a line took. `seconds`: of a step; `host_seconds`: of the host alone; `peak_nbytes`: of the allocator."""
 
     seconds: float
+    host_seconds: float
     peak_nbytes: float
 
 
@@ -171,8 +166,8 @@ def measured(line: Line, link: gpu_messages.Link, rounds: int) -> Truth:
         step()
         if current >= 3:
             clock.mark()
-    seconds = statistics.median(clock.seconds())
-    return Truth(seconds, module_of(device).max_memory_allocated() - before)
+    seconds, peak_nbytes = statistics.median(clock.seconds()), module_of(device).max_memory_allocated() - before
+    return Truth(seconds, host_seconds(step, device, min(rounds, 3)), peak_nbytes)
 
 
 class Predictor:
@@ -200,20 +195,29 @@ class Predictor:
         self._planner.hardware = hardware
         return self._planner.plan(self._strategy)
 
+    def operations(self, hardware: Hardware) -> float:
+        """How many a step launches: what it takes, in seconds, if the host takes one for each."""
+        return float(round(self.plan(replace(hardware, launch=1.0)).seconds))
 
-def fitted(found: list[tuple[Predictor, Truth]], hardware: Hardware, limit_s: float = 6.0) -> Hardware:
-    """`hardware` with the shares of matrix products and memory for which the lines are least wrong, the worst of them
-    counting; attention stays."""
+
+def fitted(found: list[tuple[Predictor, Truth]], hardware: Hardware, limit_s: float = 8.0) -> Hardware:
+    """`hardware` with its shares times one factor, and the host's time of an operation times another, for which the
+    lines are least wrong, the worst of them counting. One factor for all shares: lines of one kind do not tell products
+    from memory, and each would be fitted to the other's error."""
     end = time.monotonic() + limit_s
-    best, least = hardware, float("inf")
+
+    def error(tried: Hardware) -> float:
+        return max(abs(one.plan(tried).seconds / truth.seconds - 1) for one, truth in found)
+
+    best, least = hardware, error(hardware)
     # Rough at first, then around what was best.
-    for width in (0.4, 0.12, 0.04):
+    for width in (0.4, 0.16, 0.06, 0.02):
         start = best
         for a, b in itertools.product((-1.0, -0.5, 0.0, 0.5, 1.0), repeat=2):
-            tried = replace(start, matmul=start.matmul * (1 + a * width), stream=start.stream * (1 + b * width))
-            error = max(abs(one.plan(tried).seconds / truth.seconds - 1) for one, truth in found)
-            if error < least:
-                best, least = tried, error
+            shares = {name: getattr(start, name) * (1 + a * width) for name in SHARES}
+            tried = replace(start, **shares, launch=start.launch * (1 + b * width))
+            if (found_error := error(tried)) < least:
+                best, least = tried, found_error
             if time.monotonic() > end:
                 return best
     return best
@@ -228,11 +232,17 @@ def plans(device: torch.device, base: Hardware, shares: dict[str, float], *, tin
         with attempted("plan", line=line.name):
             truth = measured(line, link, rounds)
             known[line.name] = line, Predictor(line, base), truth
-            row("measured", line=line.name, ms=1e3 * truth.seconds if has_times(device) else None)
-    here = replace(base, **shares) if shares else base
+            times = (truth.seconds, truth.host_seconds) if has_times(device) else None
+            ms, host_ms = (1e3 * one for one in times) if times else (None, None)
+            row("measured", line=line.name, ms=ms, host_ms=host_ms, operations=known[line.name][1].operations(base))
+    if known:
+        # Of a whole step: what a loop of one operation takes leaves out modules, autograd, and fullshard.
+        shares["launch"] = statistics.median(t.host_seconds / p.operations(base) for _, p, t in known.values())
+        row("share", of="launch", profile=base.launch, measured=shares["launch"] if has_times(device) else None)
+    here = replace(base, **shares)
     used = [(predictor, truth) for line, predictor, truth in known.values() if line.used == "fitted"]
     after = fitted(used, here) if used else here
-    changed = {name: round(getattr(after, name), 4) for name in (*SHARES, "launch", "host")}
+    changed = {name: float(f"{getattr(after, name):.4g}") for name in (*SHARES, "launch", "host")}
     row("fit", base=base.name, **(changed if has_times(device) else dict.fromkeys(changed)))
     for line, predictor, truth in known.values():
         with attempted("plan", line=line.name):

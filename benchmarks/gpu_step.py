@@ -185,6 +185,8 @@ WORLD = 8
 WAYS = ("bare", "fsdp2", "fullshard")
 # Bytes per second of a link; the first is what the others are compared with.
 BANDWIDTHS = (math.inf, 450e9, 50e9, 200e9, 25e9)
+# Slow links take long, and steps over them differ little.
+MOST_ROUNDS = (math.inf, 200e9)
 # In the order of worth.
 SETTINGS = (("mixed", False), ("mixed", True), ("bf16", False), ("bf16", True))
 WARMUP = 3
@@ -403,8 +405,7 @@ class Bench:
         for bandwidth in bandwidths:
             with attempted("step", **setting, link=ring(bandwidth)):
                 self.link.bandwidth = bandwidth
-                # Slow links take long, and differ little from one step to the next.
-                rounds = self.rounds if bandwidth >= 100e9 else min(self.rounds, 3)
+                rounds = self.rounds if bandwidth in MOST_ROUNDS else min(self.rounds, 3)
                 taken = seconds_of(steps, self.device, rounds, 2 if self.times else 1)
                 quiet = quiet or taken
                 for way, times in taken.items():
