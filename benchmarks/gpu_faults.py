@@ -44,8 +44,8 @@ LIMIT_SECONDS = 32.0
 
 
 class Fault(NamedTuple):
-    """`act`: what rank 1 does, with the model and the optimizer; it returns whether its step is to go on. `other`: what
-    rank 0 is to raise. `own`: rank 1 itself. `again`: whether both can go on after a load. `limit_s`:
+    """`act`: what rank 1 does, with the model and the optimizer; it returns whether its step continues. `other`: what
+    rank 0 is to raise. `own`: rank 1 itself. `again`: whether both can continue after a load. `limit_s`:
     of the process group."""
 
     act: Callable[[Any, torch.optim.Optimizer], bool]

@@ -9,6 +9,7 @@ such as a hub has, 538 MB. With a model of your own: `--model FOLDER`, that of `
 
 import argparse
 import importlib.util
+import os
 import pydoc_data.topics
 from pathlib import Path
 
@@ -42,7 +43,10 @@ parser.add_argument("--steps", type=int, default=6)
 arguments = parser.parse_args()
 if (arguments.out / "trained").exists():
     parser.error(f"{arguments.out / 'trained'} exists: give another --out")
-distributed.init_process_group("gloo")
+distributed.init_process_group()
+device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
+if device.type != "cpu":
+    torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))
 rank, world = distributed.get_rank(), distributed.get_world_size()
 if rank == 0 and arguments.model is None:
     converted(arguments.out / "smollm2")
@@ -62,7 +66,7 @@ text = "\n".join(pydoc_data.topics.topics[name] for name in ("with", "try", "for
 tokens = torch.tensor(tokenizer(text)["input_ids"])
 batches = tokens[: len(tokens) // (64 * world) * (64 * world)].view(-1, world, 64)
 for step, batch in enumerate(batches[: arguments.steps], start=1):
-    rows = batch[rank : rank + 1]
+    rows = batch[rank : rank + 1].to(device)
     loss = model(input_ids=rows, labels=rows).loss
     loss.backward()
     fullshard.clip_grad_norm_(model.parameters(), 1.0)

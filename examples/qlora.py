@@ -11,6 +11,7 @@ import tempfile
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import distributed
+from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
 
 import fullshard
@@ -47,12 +48,12 @@ with tempfile.TemporaryDirectory() as made:
         ),
     )
 distributed.init_process_group("gloo")
-rank = distributed.get_rank()
+rank, mesh = distributed.get_rank(), init_device_mesh("cpu", (distributed.get_world_size(),))
 adapters = LoraConfig(r=8, lora_alpha=16, target_modules="all-linear", modules_to_save=["lm_head"])
 model = get_peft_model(model, adapters, autocast_adapter_dtype=False)  # False: bfloat16, as they are given
 for block in model.get_decoder().layers:
-    fully_shard(block)
-fully_shard(model)
+    fully_shard(block, mesh=mesh)
+fully_shard(model, mesh=mesh)
 model.train()  # a loaded model is in eval(), where bitsandbytes packs weights for inference
 optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
 for step in range(1, 41):

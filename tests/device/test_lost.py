@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import multiprocessing
 import os
 import signal
@@ -189,6 +190,37 @@ def test_the_model_is_lost_on_all_ranks_until_all_of_it_was_loaded(how: str, tmp
         assert "not loaded here yet: 0.weight, 0.bias, 1.forwards, 3.weight and 1 more" in forward
         assert part.endswith("not loaded here yet: 1.forwards, 3.weight, 3.bias")
         _same(values)
+
+
+def _lost_beside_a_dropped_model(rank: int) -> bool:
+    """A model that was dropped, and that the collector did not find yet, shares the mesh."""
+    from tests.harness import simulated
+
+    gc.disable()
+    try:
+        with simulated.watched():
+            dropped, other = _build()
+            _step(dropped, other, rank, 0)
+            model, optimizer = _build()
+            for step in range(FAILED):
+                _step(model, optimizer, rank, step)
+            values, state = _values(model), _copy(optimizer.state_dict())
+            dropped.itself = [dropped]  # a cycle
+            del dropped, other
+            _fails(model, optimizer, rank, FAILED)
+            model.load_state_dict(values)
+            optimizer.load_state_dict(state)
+            for step in range(FAILED, STEPS):
+                _step(model, optimizer, rank, step)
+    finally:
+        gc.enable()
+    _same(_values(model))
+    return True
+
+
+def test_a_model_that_was_dropped_need_not_be_loaded() -> None:
+    """Red before: "not loaded here yet" named its parameters, which nobody can load. Found over NCCL."""
+    assert pool(2, backend="nccl").run(_lost_beside_a_dropped_model) == [True, True]
 
 
 # ---- a rank that is killed -------------------------------------------------------------------------------------------

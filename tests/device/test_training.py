@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import functools
+import os
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+from torch import nn
 
+from fullshard import fully_shard
 from tests.harness import nccl, on_device, simulated
 from tests.harness.models import assert_close_to_tensor_max
 from tests.harness.on_device import Found, Setup
@@ -149,3 +153,27 @@ def test_missing_gradients_cost_one_wait_for_a_backward() -> None:
     for found in _runs("unused on a rank"):
         waits = sum(n for place, n in found.waits.items() if "comparison.py" in place)
         assert waits <= 1 + 1  # the flags of two units without gradients, and the digest of the last step
+
+
+def _more_processes_than_devices(rank: int, beyond: bool) -> str:
+    local = str(torch.accelerator.device_count() if beyond else rank)
+    before = os.environ.get("LOCAL_RANK")
+    os.environ["LOCAL_RANK"] = local
+    try:
+        # As in a new process: the program chose no device yet.
+        with mock.patch.object(torch.get_device_module("simulated"), "is_initialized", lambda: False):
+            fully_shard(nn.Linear(2, 2))
+    except ValueError as error:
+        return str(error)
+    finally:
+        os.environ.pop("LOCAL_RANK") if before is None else os.environ.update(LOCAL_RANK=before)
+    return f"rank {rank} trains"
+
+
+def test_more_processes_than_devices() -> None:
+    """Red before: "invalid device ordinal", of the driver, on one GPU."""
+    ranks = pool(2, backend="nccl")
+    assert ranks.run(_more_processes_than_devices, False) == ["rank 0 trains", "rank 1 trains"]
+    for text in ranks.run(_more_processes_than_devices, True):
+        assert text.startswith("mesh: expected a simulated device for each process of this machine")
+        assert "LOCAL_RANK" in text and "--nproc-per-node" in text and 'init_device_mesh("cpu"' in text

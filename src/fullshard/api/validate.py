@@ -6,6 +6,7 @@ Exception types are torch's where programs depend on them (torch 2.13, `fully_sh
 from __future__ import annotations
 
 import logging
+import os
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -168,6 +169,21 @@ def check_policies(mp_policy: Any, offload_policy: Any, shard_placement_fn: Any,
         )
 
 
+def _expect_device_of_this_rank(device_type: str) -> None:
+    """Raise `ValueError` where the launcher started more processes on this machine than it has devices: DeviceMesh
+    takes the device of a rank from LOCAL_RANK unless the program chose one, and fails with an error of the driver."""
+    chosen = getattr(torch.get_device_module(device_type), "is_initialized", None)
+    if chosen is not None and chosen():
+        return
+    count, local = torch.accelerator.device_count(), os.environ.get("LOCAL_RANK", "0")
+    if local.isdecimal() and int(local) >= count:
+        raise ValueError(
+            f"mesh: expected a {device_type} device for each process of this machine, found {count} of them and "
+            f"LOCAL_RANK {local}; start one process for each (--nproc-per-node {count}), or train on the processor: "
+            f'fully_shard(..., mesh=init_device_mesh("cpu", (world_size,)))'
+        )
+
+
 def resolve_mesh(mesh: DeviceMesh | None) -> DeviceMesh:
     """The mesh: (shard) or (replicate, shard).
 
@@ -178,6 +194,8 @@ def resolve_mesh(mesh: DeviceMesh | None) -> DeviceMesh:
             dist.init_process_group()
         accelerator = torch.accelerator.current_accelerator()
         device_type = accelerator.type if accelerator is not None and torch.accelerator.is_available() else "cpu"
+        if device_type != "cpu":
+            _expect_device_of_this_rank(device_type)
         return init_device_mesh(device_type, (dist.get_world_size(),))
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(f"mesh: expected a DeviceMesh, found {type(mesh).__name__}; use init_device_mesh")
