@@ -56,10 +56,10 @@ def parts(device: str, *, tiny: bool = False) -> list[Part]:
     sanitizer = ["benchmarks.gpu_ranks", *given, "--kind", "sanitized"]
     return [
         Part("nccl pair", [*ranks, "--kind", "nccl pair"], 50),
-        Part("faults", ["benchmarks.gpu_faults", *given, *faults], 38),
+        Part("faults", ["benchmarks.gpu_faults", *given, *faults], 44),
         Part("tests", ["benchmarks.gpu_tests", *given], 30),
         Part("step 8B", [*step, "--shape", "8B", *few, *settings], 80),
-        Part("step 1B", [*step, "--shape", "1B", *few, *settings], 58),
+        Part("step 1B", [*step, "--shape", "1B", *few, *settings], 52),
         Part("world 1", [*ranks, "--kind", "world 1", *few], 62),
         Part("gloo pair", [*ranks, "--kind", "gloo pair"], 40),
         Part("plan", ["benchmarks.gpu_plan", *given, *few], 68),

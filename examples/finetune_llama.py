@@ -43,10 +43,10 @@ parser.add_argument("--steps", type=int, default=6)
 arguments = parser.parse_args()
 if (arguments.out / "trained").exists():
     parser.error(f"{arguments.out / 'trained'} exists: give another --out")
-distributed.init_process_group()
-device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
-if device.type != "cpu":
-    torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))
+device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if torch.cuda.is_available() else torch.device("cpu")
+if device.type == "cuda":
+    torch.cuda.set_device(device)
+distributed.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
 rank, world = distributed.get_rank(), distributed.get_world_size()
 if rank == 0 and arguments.model is None:
     converted(arguments.out / "smollm2")
