@@ -50,7 +50,7 @@ class Recorder:
         for name, module in model.named_modules():
             if isinstance(module, FSDPModule):
                 state = module._get_fsdp_state()
-                for owner in (module, state, *state._fsdp_param_groups):
+                for owner in (module, state, *_groups_of(state)):
                     self._names[id(owner)] = name or "root"
                     self._named.append(owner)
 
@@ -104,7 +104,7 @@ class Recorder:
         return original(module, *args, **kwargs)
 
     def user_wait(self, original: Any, handle: Any) -> Any:
-        for group in handle._fsdp_param_groups or ():
+        for group in _groups_of(handle):
             self.event("wait_unshard", group)
         return original(handle)
 
@@ -147,6 +147,13 @@ class Recorder:
         assert self._reducing is not None, "a reduction outside of post_backward: torch's order has changed"
         self.command("reduce", self._reducing)
         return original(*args, **kwargs)
+
+
+def _groups_of(owner: Any) -> list[FSDPParamGroup]:
+    """Those of a state or of a handle, which torch up to 2.11 gives one at most. A handle has none after its wait."""
+    if hasattr(owner, "_fsdp_param_groups"):
+        return list(owner._fsdp_param_groups or ())
+    return [] if owner._fsdp_param_group is None else [owner._fsdp_param_group]
 
 
 def _in_backward() -> bool:
