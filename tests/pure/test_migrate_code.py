@@ -124,6 +124,47 @@ def test_a_state_dict_before_the_model_is_wrapped_stays_plain(tmp_path: Path) ->
     assert "    a = model.state_dict()\n    fully_shard(model)\n" in new
 
 
+# ---- classes that mixed precision leaves out -------------------------------------------------------------------------
+
+LEFT_OUT = {
+    "written elsewhere": ("b = make()\nf(MixedPrecision(torch.float16), nn.BatchNorm1d)", "lossy"),
+    "a conditional policy": (
+        "b = MixedPrecision(torch.float16, _module_classes_to_ignore=C)\n"
+        "m = FSDP(m, auto_wrap_policy=W, mixed_precision=b if use else None)",
+        "exact",
+    ),
+    "without a policy": (
+        "m = FSDP(m, mixed_precision=MixedPrecision(torch.float16, _module_classes_to_ignore=C))",
+        "dropped",
+    ),
+    "no classes": (
+        "m = FSDP(m, auto_wrap_policy=W, mixed_precision=MixedPrecision(torch.float16, _module_classes_to_ignore=()))",
+        "",
+    ),
+    "no BatchNorm": ("m = FSDP(m, auto_wrap_policy=W, mixed_precision=MixedPrecision(torch.float16))", ""),
+    "no narrow compute": (
+        "m = FSDP(m, auto_wrap_policy=W, mixed_precision=MixedPrecision(None, _module_classes_to_ignore=C))",
+        "",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", LEFT_OUT)
+def test_classes_that_mixed_precision_leaves_out(case: str, tmp_path: Path) -> None:
+    """What is said of them. tests/migrations/programs/batch_norms.py trains what is written."""
+    text, verdict = LEFT_OUT[case]
+    head = (
+        f"{HEAD}from torch.distributed.fsdp import MixedPrecision\n"
+        "from torch.distributed.fsdp.wrap import ModuleWrapPolicy\nW = ModuleWrapPolicy({nn.Linear})\n"
+    )
+    found = _migrated(tmp_path, f"{head}{text}\n")
+    said = [each.verdict for each in found.findings if each.key == "_module_classes_to_ignore"]
+    assert said == ([verdict] if verdict else [])
+    ((_, new),) = found.texts.values()
+    full = "fully_shard(module, mp_policy=MixedPrecisionPolicy(torch.float32, torch.float32, (b if use"
+    assert (full in new) == (verdict == "exact")
+
+
 # ---- what stays as it is, with a reason ------------------------------------------------------------------------------
 
 BY_HAND = {

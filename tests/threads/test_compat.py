@@ -101,6 +101,32 @@ def hybrid(rank: int, by_mesh: bool) -> tuple[Trained, list[str]]:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("policy", ["by class", "of the norms too", "none"])
+def test_classes_that_mixed_precision_leaves_out(policy: str) -> None:
+    """They compute in float32 on float32 inputs where there is a wrap policy, also if it chooses them itself. Without
+    one FSDP1 leaves nothing out."""
+    wrap = {
+        "by class": BY_CLASS,
+        "of the norms too": ModuleWrapPolicy({_Block, nn.LayerNorm}),
+        "none": None,
+    }[policy]
+
+    def rank_main(rank: int) -> None:
+        seen: set[tuple[torch.dtype, torch.dtype]] = set()
+        model = CASE.build()
+        precision = MixedPrecision(torch.bfloat16, torch.float32, _module_classes_to_ignore=(nn.LayerNorm,))
+        norms = [module for module in model.modules() if isinstance(module, nn.LayerNorm)]
+        assert norms
+        wrapped = FSDP(model, auto_wrap_policy=wrap, mixed_precision=precision)
+        for norm in norms:
+            norm.register_forward_hook(lambda module, args, _: seen.add((module.weight.dtype, args[0].dtype)))
+        CASE.loss(wrapped, CASE.batch(0, rank)).backward()
+        expected = torch.bfloat16 if policy == "none" else torch.float32
+        assert seen == {(expected, expected)}
+
+    run_ranks(WORLD, rank_main)
+
+
 def test_hybrid_shard(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     for found, _ in run_ranks(4, hybrid, True):

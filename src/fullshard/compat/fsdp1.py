@@ -412,9 +412,10 @@ def _ignored(modules: Iterable[nn.Module] | None, states: Iterable[Any] | None) 
 def _shard(module: nn.Module, options: dict[str, Any], policy: Any, precision: Any, sync: bool) -> None:
     """Shard what the policy chooses in `module`, and then `module`."""
     tree = Tree(module)
-    plans = [UnitPlan((tree.names[each],), "policy", given) for each, given in _chosen(module, policy).items()]
-    full = _kept_in_full(module, precision) - {tree.modules[plan.modules[0]] for plan in plans}
-    plans += [UnitPlan((tree.names[each],), "precision") for each in full]
+    chosen = _chosen(module, policy)
+    full = _kept_in_full(module, precision) if policy is not None else set()  # as FSDP1 does
+    plans = [UnitPlan((tree.names[each],), "policy", given) for each, given in chosen.items()]
+    plans += [UnitPlan((tree.names[each],), "precision") for each in full - {*chosen}]
     plans = [plan for plan in plans if tree.can_be_unit(plan.modules[0])]
     units, _ = resolve_ties(tree, plans, "lowest_common")
     ordered = [*inner_first(tree, units), UnitPlan(("",), "root")]
@@ -426,8 +427,10 @@ def _shard(module: nn.Module, options: dict[str, Any], policy: Any, precision: A
         if sync:
             done = {each for each in module.modules() if isinstance(each, FSDPModule)}
             send_values(tree, plan.modules, options["mesh"], (made | done) - {unit})
-        policies = {"mp_policy": _policy(precision, full=unit in full)}
-        fully_shard(unit, **{**options, **policies, **plan.arguments})
+        given = {**options, "mp_policy": _policy(precision), **plan.arguments}
+        if unit in full:
+            given["mp_policy"] = _policy(precision, full=True)
+        fully_shard(unit, **given)
 
 
 def _policy(precision: Any, *, full: bool = False) -> fullshard.MixedPrecisionPolicy:

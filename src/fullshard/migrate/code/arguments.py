@@ -161,9 +161,24 @@ MIXED_PRECISION = (
     ),
     Row(
         "_module_classes_to_ignore",
+        EXACT,
+        "units of their own, in MixedPrecisionPolicy(torch.float32, torch.float32, param_dtype)",
+        "with auto_wrap_policy, as in FSDP1 (BatchNorm by default): inputs in float32, outputs in param_dtype, which FSDP1 "
+        "gives them where an input had it",
+    ),
+    Row(
+        "_module_classes_to_ignore=without a policy",
+        DROPPED,
+        "",
+        "has no effect in FSDP1 without auto_wrap_policy either",
+    ),
+    Row(
+        "_module_classes_to_ignore=elsewhere",
         LOSSY,
         "",
-        "FSDP1 leaves these (BatchNorm by default) in full precision; shard them by themselves, without mp_policy",
+        "the models that this MixedPrecision is for were not found, so these classes compute in param_dtype. Where the "
+        "model has an auto_wrap_policy, shard them first, with MixedPrecisionPolicy(torch.float32, torch.float32, "
+        "output_dtype=param_dtype)",
     ),
 )
 

@@ -47,6 +47,7 @@ class Calls:
         for node in self.file.walk():
             if isinstance(node, (cst.Name, cst.Attribute)):
                 self._name(node)
+        self.wrappings.say_what_is_lost()
         self._drop_variables()
         self._drop_imports()
         return self.plan

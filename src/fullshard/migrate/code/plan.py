@@ -48,7 +48,8 @@ class Units:
 @dataclass
 class Wrapping:
     """One model that is wrapped. `subject`: the model's name, None if the old program wraps an expression (`value`),
-    which then gets a name. `before`, `after`: lines around it, on {model}."""
+    which then gets a name. `full_classes`: modules of them, in the way that `isinstance` takes classes, are units that
+    compute in float32. `before`, `after`: lines around it, on {model}."""
 
     old: cst.Call
     function: str
@@ -56,6 +57,7 @@ class Wrapping:
     subject: str | None
     options: list[Part] = field(default_factory=list)
     units: Units | None = None
+    full_classes: str = ""
     before: list[str] = field(default_factory=list)
     after: list[str] = field(default_factory=list)
     at: cst.CSTNode | None = None  # the statement around it
@@ -79,6 +81,7 @@ class Plan:
     imports: set[tuple[str, str]] = field(default_factory=set)
     helpers: set[str] = field(default_factory=set)
     handled: set[cst.CSTNode] = field(default_factory=set)
+    full: set[cst.CSTNode] = field(default_factory=set)  # `MixedPrecision(...)` whose classes a wrapping has
     findings: list[Finding] = field(default_factory=list)
 
     def say(self, node: cst.CSTNode, row: Row, value: str = "", *, default: bool = False, key: str = "") -> None:

@@ -119,10 +119,29 @@ class _Rewriter(cst.CSTTransformer):
         module = self.plan.fresh("module", "submodule", "unit")
         condition = made.units.condition.replace("{module}", module).replace("{model}", model)
         modules = f"{model}.modules()"
-        modules = f"reversed(list({modules}))" if made.units.inner_first else modules
+        modules = f"reversed(list({modules}))" if made.units.inner_first or made.full_classes else modules
         indent = self.file.tree.default_indent
-        call = f"{made.function}({module}{options})"
-        return [f"for {module} in {modules}:\n{indent}if {condition}:\n{indent}{indent}{call}\n"]
+        cases = [(condition, f"{made.function}({module}{options})")]
+        if made.full_classes:
+            full = f"{module} is not {model} and isinstance({module}, {made.full_classes})"
+            cases.insert(0, (full, f"{made.function}({module}{self._in_full(made, options)})"))
+        lines = [f"for {module} in {modules}:\n"]
+        for word, (case, call) in zip(("if", "elif"), cases, strict=False):
+            lines.append(f"{indent}{word} {case}:\n{indent}{indent}{call}\n")
+        return ["".join(lines)]
+
+    def _in_full(self, made: Wrapping, options: str) -> str:
+        """`options` for a unit that computes in float32, with outputs in the dtype of the others."""
+        (policy,) = (self._code(self._expression(part.source)) for part in made.options if part.keyword == "mp_policy")
+        if options.startswith(", **"):
+            policy = f'{options.removeprefix(", **")}["mp_policy"]'
+        elif not policy.isidentifier():
+            policy = f"({policy})"
+        full = f"{self.plan.use('MixedPrecisionPolicy')}(torch.float32, torch.float32, {policy}.param_dtype)"
+        if options.startswith(", **"):
+            return f', **{{{options.removeprefix(", ")}, "mp_policy": {full}}}'
+        parts = [(part.keyword, self._code(self._expression(part.source))) for part in made.options]
+        return "".join(f", {name}={full if name == 'mp_policy' else text}" for name, text in parts)
 
     def _options(self, made: Wrapping) -> tuple[list[str], str]:
         """Lines before, and the arguments of each call: by name, or as one dict where they are long."""

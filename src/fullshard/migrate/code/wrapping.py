@@ -38,6 +38,8 @@ class Wrappings:
         for name, value in given.items():
             if name not in ("module", "sharding_strategy"):
                 self._fsdp1_setting(wrapping, name, value, given)
+        if "mixed_precision" in given:
+            self._full_precision(given["mixed_precision"], wrapping)
         if strategy.startswith("HYBRID") or strategy.startswith("_HYBRID"):
             self._hybrid(call, given, wrapping)
         if self._is_meta(wrapping) and "param_init_fn" not in given and "sync_module_states" not in given:
@@ -173,6 +175,68 @@ class Wrappings:
         elif name in ("process_group", "device_mesh"):
             self._mesh(wrapping, name, value)
         say(value, found, text)
+
+    def _full_precision(self, node: cst.BaseExpression, wrapping: Wrapping) -> None:
+        """The modules that a policy leaves out of mixed precision, which FSDP1 does where it has a wrap policy."""
+        for value in (node.body, node.orelse) if isinstance(node, cst.IfExp) else (node,):
+            call = self.value_of(value)
+            if isinstance(call, cst.Call) and self.class_of(call) == "MixedPrecision":
+                self.plan.full.add(call)
+                if wrapping.units is None:
+                    self._say_unused(call)
+                else:
+                    wrapping.full_classes = self._left_out(call) or wrapping.full_classes
+        if wrapping.full_classes:
+            self.plan.use("MixedPrecisionPolicy")
+            self.plan.imports.add(("torch", ""))
+
+    def _say_unused(self, call: cst.Call) -> None:
+        given = dict(self.arguments(call, tables.MIXED_PRECISION_ARGUMENTS))
+        if (node := given.get("_module_classes_to_ignore")) is not None:
+            self.plan.say(node, row("precision", "_module_classes_to_ignore=without a policy"), self.text(node))
+
+    def _left_out(self, call: cst.Call) -> str:
+        """The classes of a `MixedPrecision(...)`, as `isinstance` takes them; "" if there are none."""
+        given = dict(self.arguments(call, tables.MIXED_PRECISION_ARGUMENTS))
+        node, found = given.get("_module_classes_to_ignore"), row("precision", "_module_classes_to_ignore")
+        if "param_dtype" not in given or self.text(given["param_dtype"]) == "None":
+            return ""  # everything computes in full precision
+        if node is None:
+            if not self._has_batch_norms():
+                return ""
+            self.plan.say(call, found, "(BatchNorm,)", default=True)
+            return self.plan.use("_BatchNorm", "torch.nn.modules.batchnorm")
+        value = self.value_of(node)
+        elements = value.elements if isinstance(value, (cst.List, cst.Tuple, cst.Set)) else None
+        if elements is not None and not elements:
+            return ""
+        self.plan.say(node, found, self.text(node))
+        if elements is not None and len(elements) == 1 and isinstance(elements[0], cst.Element):
+            return self.text(elements[0].value)
+        return f"tuple({self.text(node)})"
+
+    def _has_batch_norms(self) -> bool:
+        return any("BatchNorm" in each.tree.code for each in self.project.files)
+
+    def say_what_is_lost(self) -> None:
+        """Of policies that no wrapping of the file has with its units: nothing was sharded for their classes."""
+        for call in [call for call in self.plan.calls if call not in self.plan.full]:
+            if not isinstance(call, cst.Call) or self.class_of(call) != "MixedPrecision":
+                continue
+            given = dict(self.arguments(call, tables.MIXED_PRECISION_ARGUMENTS))
+            node, found = (
+                given.get("_module_classes_to_ignore"),
+                row("precision", "_module_classes_to_ignore=elsewhere"),
+            )
+            if node is not None and self.text(node) not in ("()", "[]", "set()"):
+                self.plan.say(node, found, self.text(node))
+            elif node is None and self._has_batch_norms():
+                self.plan.say(call, found, "(BatchNorm,)", default=True)
+
+    def class_of(self, call: cst.Call) -> str:
+        """ "MixedPrecision" of `MixedPrecision(...)`; "" of what is none of FSDP1's."""
+        name = self.project.resolve(self.file, call.func)
+        return name.path if name is not None and name.kind == "fsdp" else ""
 
     def _or_default(self, value: cst.BaseExpression, name: str) -> Source:
         """`policy if condition else None` needs a policy in place of None."""
@@ -342,15 +406,12 @@ def new_precision(wrappings: Wrappings, call: cst.Call) -> NewCall:
         elif name == "cast_forward_inputs" or (name == "cast_root_forward_inputs" and text == "False"):
             if "cast_forward_inputs" not in given or name == "cast_forward_inputs":
                 parts.append(Part("cast_forward_inputs", value))
-        if not (text in ("None", "False") and name in ("buffer_dtype", "keep_low_precision_grads")):
+        says_nothing = text in ("None", "False") and name in ("buffer_dtype", "keep_low_precision_grads")
+        if not says_nothing and name != "_module_classes_to_ignore":  # of which the wrapping speaks
             plan.say(value, known[name], text)
     if "reduce_dtype" not in given and "param_dtype" in given:
         parts.append(Part("reduce_dtype", given["param_dtype"]))
         plan.say(call, known["reduce_dtype"], wrappings.text(given["param_dtype"]), default=True)
-    if "_module_classes_to_ignore" not in given and any(
-        "BatchNorm" in each.tree.code for each in wrappings.project.files
-    ):
-        plan.say(call, known["_module_classes_to_ignore"], "(BatchNorm,)", default=True)
     return NewCall(plan.use("MixedPrecisionPolicy"), tuple(parts))
 
 
