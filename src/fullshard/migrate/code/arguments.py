@@ -163,8 +163,8 @@ MIXED_PRECISION = (
         "_module_classes_to_ignore",
         EXACT,
         "units of their own, in MixedPrecisionPolicy(torch.float32, torch.float32, param_dtype)",
-        "with auto_wrap_policy, as in FSDP1 (BatchNorm by default): inputs in float32, outputs in param_dtype, which FSDP1 "
-        "gives them where an input had it",
+        "with auto_wrap_policy, as in FSDP1 (BatchNorm by default): inputs in float32, outputs in param_dtype, which "
+        "FSDP1 gives them where an input had it",
     ),
     Row(
         "_module_classes_to_ignore=without a policy",
