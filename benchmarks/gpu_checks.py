@@ -387,7 +387,7 @@ def _memory_of(at: Rank, way: str, shape: BlockShape, offload: bool, bare_nbytes
 
     memory, device = module_of(at.device), at.device
     gc.collect()
-    # Earlier models of ours left a table, which is theirs alone.
+    # Earlier models of fullshard left a table, which is theirs alone.
     begun = memory.memory_allocated() - (table_nbytes(device) if way == "fullshard" else 0)
     model = build(way, shape, device, at.mesh(), precision="mixed", offload=offload)
     optimizer = torch.optim.AdamW(model.parameters())

@@ -59,7 +59,7 @@ _BASES = {BATCH_NORM: "_BatchNorm"}
 
 def modules_of(model: nn.Module, names: Iterable[str]) -> list[nn.Module]:
     """Modules in `model` whose class, or a class that it derives from, has one of `names`; `*` stands for any text, and
-    "BatchNorm" for all of torch's BatchNorms.
+    "BatchNorm" for every BatchNorm of torch.
 
     >>> model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.LayerNorm(4))
     >>> [type(module).__name__ for module in modules_of(model, ["BatchNorm", "*RMSNorm"])]

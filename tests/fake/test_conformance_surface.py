@@ -25,7 +25,7 @@ from tests.harness.fake import fake_world
 from tests.harness.implementations import FULLSHARD, TORCH, Implementation, for_each_implementation
 
 INSTALLED = tuple(map(int, torch.__version__.split(".")[:2]))
-# The whole public surface of torch's FSDP2 is on every torch. The torch in which a name, an argument or a field came:
+# torch's FSDP2: its whole public surface is on every torch. The torch in which a name, an argument or a field came:
 # older ones lack it, and that is all they may lack.
 SINCE: dict[str, tuple[int, int]] = {
     "DataParallelMeshDims": (2, 12),

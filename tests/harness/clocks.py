@@ -7,7 +7,7 @@
 
 Two accesses of which one writes are a race unless one comes after the other. Memory goes back to the stream that
 allocated it (the rule of caching allocators), so all its accesses must come before that stream's next work when it is
-freed: another owner may write it then. Pure: what happens is told by `tests/harness/simulated.py`.
+freed: another owner may write it then. Pure: `tests/harness/simulated.py` says what happens.
 
 >>> clocks = Clocks()
 >>> clocks.allocate(1, 64, "main")

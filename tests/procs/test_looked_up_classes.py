@@ -139,7 +139,7 @@ def _diffusers(model: Any, folder: Path) -> object:
 def _companions(model: Any, folder: Path) -> object:
     """The configuration in a checkpoint, also under `torch.compile`."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of torch's own imports
+        warnings.simplefilter("ignore", DeprecationWarning)  # which torch's own imports raise
         compiled = torch.compile(model)
     fullshard.checkpoint.save({"m": get_state_dict(compiled)[0]}, checkpoint_id=folder)
     with fullshard.checkpoint.formats.open_source(folder) as source:
@@ -157,7 +157,7 @@ def _trainer(model: Any, folder: Path) -> object:
 
 
 def _auto(model: Any, folder: Path) -> object:
-    """AutoModel's tables are by configuration; its class is one of ours by `isinstance`."""
+    """AutoModel's tables are by configuration; its class is fullshard's by `isinstance`."""
     del folder
     import transformers
 

@@ -78,18 +78,24 @@ LONG_FILES: dict[str, str] = {}
 
 # Private names of others that a file outside of _torch uses, each with its reason.
 PRIVATE_ALLOWED: dict[tuple[str, str], str] = {
-    ("program.py", "'_no_split_modules'"): "where Hugging Face's models name their blocks; no name of torch's",
+    ("program.py", "'_no_split_modules'"): "where Hugging Face's models name their blocks; torch has no such name",
     ("migrate/wrapping.py", "'_no_split_modules'"): "the same",
-    ("migrate/wrapping.py", "'_fsdp_wrap'"): "a mark of Composer's on modules; no name of torch's",
-    ("migrate/activations.py", "'_activation_checkpointing'"): "a mark of Composer's on modules; no name of torch's",
+    ("migrate/wrapping.py", "'_fsdp_wrap'"): "a mark of Composer's on modules; torch has no such name",
+    (
+        "migrate/activations.py",
+        "'_activation_checkpointing'",
+    ): "a mark of Composer's on modules; torch has no such name",
     ("checkpoint/formats/pickle_tree.py", "._Unpickler"): "of Python's pickle: its reader with a table of opcodes",
-    ("api/classes.py", "'_CAN_RECORD_REGISTRY'"): "transformers: which outputs a class can record; no name of torch's",
+    (
+        "api/classes.py",
+        "'_CAN_RECORD_REGISTRY'",
+    ): "transformers: which outputs a class can record; torch has no such name",
     ("checkpoint/formats/adapters.py", "'_hf_peft_config_loaded'"): "transformers: adapters that it put in itself",
     ("checkpoint/formats/adapters.py", "._parameters"): "copies a module with other tensors, as torch's own copy does",
     ("checkpoint/formats/pretrained.py", "._weight_conversions"): "transformers: what save_pretrained undoes",
     ("checkpoint/formats/writings.py", "'_weight_conversions'"): "the same",
     ("checkpoint/formats/writings.py", "'_keys_to_ignore_on_save'"): "transformers: what its files leave out",
-    ("guard/process.py", "._current_frames"): "of Python's sys, documented; no name of torch's",
+    ("guard/process.py", "._current_frames"): "of Python's sys, documented; torch has no such name",
     ("param/swap.py", "._parameters"): "the one file that puts tensors on modules: setattr takes thirty times as long",
 }
 

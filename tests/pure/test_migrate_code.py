@@ -168,7 +168,7 @@ def test_classes_that_mixed_precision_leaves_out(case: str, tmp_path: Path) -> N
 # ---- what stays as it is, with a reason ------------------------------------------------------------------------------
 
 BY_HAND = {
-    "a policy from elsewhere": ("model = FSDP(net, auto_wrap_policy=get_policy())", "not one of torch's"),
+    "a policy from elsewhere": ("model = FSDP(net, auto_wrap_policy=get_policy())", "none that torch has"),
     "a policy that is a parameter": (
         "def f(policy):\n    return FSDP(net, auto_wrap_policy=policy)",
         "shard the units",

@@ -1,4 +1,4 @@
-"""What this package uses of torch's private names, and nothing else does: the table is in names.py.
+"""torch's private names: this package uses them, and nothing else does. The table is in names.py.
 
 This package never calls torch's own FSDP2.
 """

@@ -40,7 +40,7 @@ _OF_UNIT = "_fullshard_torch_state"
 
 
 class GroupView:
-    """Stands for one of torch's param groups; fullshard's have no post-backward of their own."""
+    """Stands for a param group of torch; fullshard's have no post-backward of their own."""
 
     def post_backward(self, *_: object) -> None:
         """Does nothing: the callback that follows reduces the held gradients of all units, in the scheduled order."""

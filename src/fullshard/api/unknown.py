@@ -1,6 +1,6 @@
-"""Methods of torch's `FSDPModule` that fullshard does not know raise.
+"""Methods that torch's `FSDPModule` has and fullshard does not know raise.
 
-torch's class is a base of ours for `isinstance` alone. A method that another torch adds to it would be inherited, and
+torch's class is a base for `isinstance` alone. A method that another torch adds to it would be inherited, and
 would act on state that is not there.
 """
 
@@ -33,7 +33,7 @@ def _unknown(name: str) -> Callable[..., NoReturn]:
     def refuse(self: object, *_: Any, **__: Any) -> NoReturn:
         raise NotImplementedError(
             f"{type(self).__name__}.{name}: expected a method of FSDPModule that fullshard has, found one that torch "
-            f"{torch.__version__} added, which would act on state of torch's fully_shard alone; leave the call out, or "
+            f"{torch.__version__} added, which would act on state that torch's fully_shard makes; leave the call out, or "
             f"use a version of fullshard whose documents name it"
         )
 

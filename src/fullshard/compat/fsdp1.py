@@ -99,7 +99,7 @@ class _Looks(type):
 class FullyShardedDataParallel(nn.Module, metaclass=_Looks):
     """A module whose inner one is sharded in place; names of parameters and state are those of the plain model.
 
-    Arguments are FSDP1's. auto_wrap_policy: one of this file's or of torch's, or a function (module, recurse,
+    Arguments are FSDP1's. auto_wrap_policy: one of this file or of torch, or a function (module, recurse,
     nonwrapped_numel) -> bool; tied parameters go to the lowest unit around them. sharding_strategy: HYBRID ones without
     `device_mesh` replicate between nodes of LOCAL_WORLD_SIZE ranks. param_init_fn: called with modules whose parameters
     have memory. Without a context `state_dict()` is full, as in FSDP1.

@@ -282,7 +282,7 @@ def rough(bandwidth: float) -> str:
 
 CHECKS: tuple[Check, ...] = (
     Check("torch-old", WARNING, _torch_old,
-          "private parts of torch may be missing or differ, and no training of ours is recorded with it",
+          "private parts of torch may be missing or differ, and no training was recorded with it",
           f"pip install 'torch>={_dotted(machine.OLDEST)}'"),
     Check("torch-new", ADVICE, _torch_new,
           "private parts of torch may have changed",

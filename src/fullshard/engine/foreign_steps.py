@@ -55,7 +55,7 @@ def _refuse_foreign(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[st
 
 
 def _alike(a: Tensor, b: Tensor) -> bool:
-    """Whether one list of torch's has both."""
+    """Whether one of the lists that torch made has both."""
     return a.dtype is b.dtype and a.device == b.device
 
 

@@ -1,4 +1,4 @@
-"""Rows of padding of torch's embeddings that `reset_parameters` did not zero.
+"""Rows of padding in torch's embeddings that `reset_parameters` did not zero.
 
 `nn.Embedding` draws its weight and then writes `weight[padding_idx] = 0`. On a sharded weight, a DTensor, that indexing
 makes a copy, so the zeros are lost, and the row stays random. What a load brought may have any row.

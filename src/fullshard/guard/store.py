@@ -26,7 +26,7 @@ _LATELY = 8
 
 
 class Store(Protocol):
-    """The used part of torch's stores."""
+    """The part of a torch store that is used."""
 
     def set(self, key: str, value: str) -> None: ...
     def get(self, key: str) -> bytes: ...

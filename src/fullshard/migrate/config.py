@@ -113,7 +113,7 @@ class PrecisionKeys:
     keep_float32: tuple[str, ...] = setting(
         ("BatchNorm",),
         "names of classes whose modules compute in the dtype of their parameters, derived classes included; `*` stands "
-        'for any text, "BatchNorm" for each of torch\'s',
+        'for any text, "BatchNorm" for each BatchNorm of torch',
         spellings=("keep_in_fp32", "module_classes_to_ignore", "_module_classes_to_ignore"),
     )
 

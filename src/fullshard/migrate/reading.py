@@ -216,7 +216,7 @@ def _value(name: str, key: Field[Any], value: Any) -> Any:
 
 
 def _dtype(value: object) -> object:
-    """The name of a dtype: of torch's object, with its module, of Composer's precisions, or short."""
+    """The name of a dtype: of a torch object, with its module, of Composer's precisions, or short."""
     text = str(value).removeprefix("torch.").removeprefix("amp_")
     return _DTYPES.get(text, text if text in _DTYPES.values() else value)
 

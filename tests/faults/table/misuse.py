@@ -21,7 +21,7 @@ BF16 = Setup(
 BF16_PLAIN = Equal("plain", bound=0.1)
 
 
-# DTensor's words, which name the operation: its operations do not pass through code of ours (ADR 0016). Where the
+# DTensor's words, which name the operation: its operations do not pass through fullshard's code (ADR 0016). Where the
 # exception passes a forward, a note names the parameter and cures.
 MIXED = "mixed torch.Tensor and DTensor"
 

@@ -2,7 +2,7 @@
 DTensor. They are written through DCP's own writer, one tensor in memory at a time.
 
 `.metadata` is a pickle of DCP's dataclasses: the tensors, and the place of the bytes of each of their chunks.
-`pickle_tree` reads it into notes, which become the plain tuples below. No object of torch's is built, and nothing is
+`pickle_tree` reads it into notes, which become the plain tuples below. No object of torch is built, and nothing is
 trusted: sizes, coverage and file names are checked before any file is opened."""
 
 from __future__ import annotations

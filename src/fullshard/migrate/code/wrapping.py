@@ -339,7 +339,7 @@ class Wrappings:
             numel = _NUMEL.replace("DTensor", self.plan.use("DTensor", "torch.distributed.tensor"))
             called = f"{self.text(call)}(module={{module}}, recurse=False, nonwrapped_numel={numel})"
             return Units(f"{{module}} is not {{model}} and {called}", True)
-        raise ManualChange(f"auto_wrap_policy={self.text(call)} is not one of torch's; shard the units in a loop")
+        raise ManualChange(f"auto_wrap_policy={self.text(call)} is none that torch has; shard the units in a loop")
 
     def _by_class(self, node: cst.BaseExpression) -> Units:
         found = self.value_of(node)
