@@ -33,8 +33,8 @@ def _unknown(name: str) -> Callable[..., NoReturn]:
     def refuse(self: object, *_: Any, **__: Any) -> NoReturn:
         raise NotImplementedError(
             f"{type(self).__name__}.{name}: expected a method of FSDPModule that fullshard has, found one that torch "
-            f"{torch.__version__} added, which would act on state that torch's fully_shard makes; leave the call out, or "
-            f"use a version of fullshard whose documents name it"
+            f"{torch.__version__} added, which would act on state that torch's fully_shard makes; leave the call out, "
+            f"or use a version of fullshard whose documents name it"
         )
 
     refuse.__name__ = refuse.__qualname__ = name

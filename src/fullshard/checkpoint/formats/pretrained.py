@@ -237,7 +237,7 @@ def _opened(path: Path) -> HfSource:
     found = detect(path)
     if found.kind != "hf":
         raise RefusedCheckpoint(
-            f"{path}: expected safetensors files, found {found.says}; use fullshard.checkpoint.load for one that fullshard saved, "
-            f"and fullshard.checkpoint.formats.load_into for other formats"
+            f"{path}: expected safetensors files, found {found.says}; use fullshard.checkpoint.load for one that "
+            f"fullshard saved, and fullshard.checkpoint.formats.load_into for other formats"
         )
     return HfSource(found.path)
