@@ -162,13 +162,33 @@ def test_a_failed_backward_is_told_though_the_engine_holds_its_callback() -> Non
         assert torch.allclose(a, p.grad, rtol=1e-5, atol=1e-6)
 
 
+class _Config:
+    """As `NCCLConfig`: what is not set is None or a number that says so, and no number is a text."""
+
+    def __init__(self) -> None:
+        self.max_ctas = -2147483648
+        self._name: str | None = None
+
+    @property
+    def net_name(self) -> str | None:
+        return self._name
+
+    @net_name.setter
+    def net_name(self, name: str) -> None:
+        assert isinstance(name, str)
+        self._name = name
+
+    def unsafe_get_ptr(self) -> int:
+        return id(self)
+
+
 class _Options:
     """As `ProcessGroupNCCL.Options` after torch split the user's group from another one."""
 
     def __init__(self) -> None:
         self._timeout = timedelta(minutes=10)
         self.is_high_priority_stream = False
-        self.config: Any = object()
+        self.config = _Config()
         self.split_from: Any = None
         self.split_color = -1
         self.global_ranks_in_group: list[int] = []
@@ -181,7 +201,11 @@ def test_a_communicator_of_ours_is_no_split_of_the_users() -> None:
     users._timeout, users.is_high_priority_stream = timedelta(seconds=7), True
     users.split_from, users.split_color = object(), 3
     users.global_ranks_in_group, users.group_name = [0, 1, 2, 3], "theirs"
+    users.config.max_ctas = 4
     ours = own_options(users, [2, 3], "ours")
     assert ours is not users and ours.split_from is None and ours.split_color == -1
-    assert (ours._timeout, ours.is_high_priority_stream, ours.config) == (timedelta(seconds=7), True, users.config)
+    assert (ours._timeout, ours.is_high_priority_stream, ours.config.max_ctas) == (timedelta(seconds=7), True, 4)
+    assert ours.config is not users.config and ours.config.net_name is None
+    users.config.net_name = "Socket"
+    assert own_options(users, [2, 3], "ours").config.net_name == "Socket"
     assert (ours.global_ranks_in_group, ours.group_name) == ([2, 3], "ours")

@@ -5,11 +5,13 @@ from __future__ import annotations
 import ast
 import importlib
 import re
+from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
 
+from fullshard._torch import groups
 from fullshard._torch.names import MARKS, NEWEST, OLDEST, PRIVATE_NAMES, known_in
 from tests.harness import installed
 from tests.harness import source as src
@@ -94,6 +96,32 @@ def test_the_installed_torch_has_what_the_table_says(one: Any) -> None:
     assert OLDEST <= one.first <= one.last <= NEWEST and one.why
     expected = one in known_in(installed.release())
     assert there(one.name) == expected, f"torch {torch.__version__}: change `first` or `last` of {one.name} in {TABLE}"
+
+
+# What is asked of NCCL's classes, and the settings of their options that `own_options` knows: docs/devices.md.
+OF_NCCL = "abort shutdown get_error eager_connect_single_device options supports_tensor_alloc allocate_tensor".split()
+OF_OPTIONS = "_timeout is_high_priority_stream config split_from split_color global_ranks_in_group group_name".split()
+
+
+def test_both_nccl_of_torch_are_asked_alike() -> None:
+    """The user's group may be of either class from torch 2.14 on; the engine's own are of the first. Red for a setting
+    that another torch adds to the options."""
+    names = ("ProcessGroupNCCL", "ProcessGroupNCCL2")
+    classes = [getattr(torch.distributed, name) for name in names if hasattr(torch.distributed, name)]
+    assert len(classes) == torch.distributed.is_nccl_available() * (1 + (installed.release() >= (2, 14)))
+    for kind in classes:
+        assert [name for name in OF_NCCL if not hasattr(kind, name)] == []
+        assert kind.Options is classes[0].Options
+        options = kind.Options()
+        given = {name for name in dir(options) if not name.startswith("__") and name != "_pybind11_conduit_v1_"}
+        left = {"backend", "enable_reconfigure", "lazy_init", "use_pg_for_symm_mem_rendezvous"}  # as torch has them
+        assert set(OF_OPTIONS) <= given <= {*OF_OPTIONS, *left}
+        options.config.net_name, options.config.min_ctas, options._timeout = "Socket", 3, timedelta(seconds=7)
+        made = groups.own_options(options, [1, 2], "own")
+        assert (made.config.net_name, made.config.min_ctas, made._timeout) == ("Socket", 3, timedelta(seconds=7))
+        assert (made.global_ranks_in_group, made.group_name, made.split_from) == ([1, 2], "own", None)
+        options.config.net_name = "IB"
+        assert made.config.net_name == "Socket"
 
 
 def test_the_installed_torch_is_of_the_range() -> None:

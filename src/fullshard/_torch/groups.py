@@ -102,9 +102,22 @@ def own_options(like: Any, ranks: Sequence[int], name: str) -> Any:
     made = type(like)()
     for kept in ("_timeout", "is_high_priority_stream", "config"):
         if hasattr(like, kept):
-            setattr(made, kept, getattr(like, kept))
+            setattr(made, kept, _own(getattr(like, kept)))
     made.global_ranks_in_group = list(ranks)
     made.group_name = name
+    return made
+
+
+def _own(value: Any) -> Any:
+    """`value`, and of a configuration of NCCL a copy by its settings. A copied struct would have the same text of
+    `net_name`, and some versions of NCCL free it with each communicator (torch 2.15 copies it for that reason)."""
+    if isinstance(value, (bool, timedelta)):
+        return value
+    made = type(value)()
+    for name in dir(value):
+        setting = getattr(value, name)
+        if name[0].isalpha() and not callable(setting) and setting != getattr(made, name, None):
+            setattr(made, name, setting)
     return made
 
 
