@@ -1,4 +1,4 @@
-// A backend that has the shape which NCCL has in torch, without its code, for the device "simulated" (tests/harness/nccl.py).
+// A backend with the shape of torch's NCCL, without its code, for the device "simulated" (tests/harness/nccl.py).
 //
 //   communicators   made at the first message of a device, or by `eager_connect_single_device`: through the store, from a
 //                   C++ thread; a split is made over the parent, by all of its ranks
