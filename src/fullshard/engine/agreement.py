@@ -42,14 +42,15 @@ from ..param import (
     ExtensionGroup,
     ParamGroup,
     ShardedParam,
+    are_written,
     can_digest,
     digest,
     full_digests,
-    is_written,
     local_data,
     written_before,
 )
 from ..schedule import UnitRecord
+from .equal_rows import warn_of_equal_rows
 from .optimizer_steps import clean_name, parameter_names
 from .recovery import Peers
 from .unit import AnyRoot, Unit, unit_of
@@ -496,11 +497,19 @@ def _refuse_other_values(root: AnyRoot, scope: _OnMesh) -> None:
         for param in group.params
     ]
     noted = full_digests([param for param, _ in params])
-    answer = ask(scope.scope, "the initial values of the model", repr(noted), or_distinct=True)
-    if answer is None or (not answer and _is_one_random_model(root, scope, [param for param, _ in params])):
+    names = parameter_names(root.units[0].module, root.units)
+    # Whether this rank wrote those since of which every rank has rows. A rank without rows cannot see a write.
+    whole = [i for i, (param, world) in enumerate(params) if noted[i] is not None and param.layout.rows(world - 1)]
+    wrote = [i for i, is_one in zip(whole, are_written([params[i][0] for i in whole]), strict=True) if is_one]
+    answer = ask(scope.scope, "the initial values of the model", repr((noted, wrote)), or_distinct=True)
+    if answer is None:
+        drawn = [entry for i, entry in enumerate(params) if noted[i] is None or i in wrote]
+        _look_at_rows(root, scope, drawn, names)
         return
-    # Skip parameters that any rank has written since: a rank without rows of a parameter cannot see the write.
-    mine = torch.tensor([is_written(param) for param, _ in params], dtype=torch.int32)
+    if not answer and _is_one_random_model(root, scope, [param for param, _ in params]):
+        return
+    # Skip parameters that any rank has written since.
+    mine = torch.tensor(are_written([param for param, _ in params]), dtype=torch.int32)
     written = sum_over(scope.mesh, mine).tolist()
     asked = [i for i, count in enumerate(written) if not count]
     if any(written):
@@ -508,11 +517,12 @@ def _refuse_other_values(root: AnyRoot, scope: _OnMesh) -> None:
         asked = [i for i in asked if not _is_one_rank_s(*params[i], len(scope.ranks))]
     text = ",".join(_hexadecimal(noted[i]) for i in asked)
     if ask(scope.scope, "initial values that nobody wrote since", text) is None:
+        _look_at_rows(root, scope, [entry for entry, count in zip(params, written, strict=True) if count], names)
         return
     told = {rank: values.split(",") for rank, values in tell(scope.scope, "initial values in full", text).items()}
     columns = {i: {rank: values[place] for rank, values in told.items()} for place, i in enumerate(asked)}
     differ = [i for i, values in columns.items() if len(set(values.values())) > 1]
-    name = parameter_names(root.units[0].module, root.units)[params[differ[0]][0]]
+    name = names[params[differ[0]][0]]
     groups = list(variants(columns[differ[0]]).values())
     found = "each rank's are others" if len(groups) == len(scope.ranks) > 2 else _unlike(groups)
     raise RanksDisagree(
@@ -524,6 +534,14 @@ def _refuse_other_values(root: AnyRoot, scope: _OnMesh) -> None:
         what=f"{name} initial values",
         by_rank=columns[differ[0]],
     )
+
+
+def _look_at_rows(
+    root: AnyRoot, on: _OnMesh, drawn: Iterable[tuple[ShardedParam, int]], names: Mapping[ShardedParam, str]
+) -> None:
+    """Warn of equal rows among the parameters, with the ranks that share each, that may have been drawn as shards."""
+    cut = [param for param, world in drawn if world > 1]
+    warn_of_equal_rows(on.mesh, root.units[0].record.name, cut, [names[param] for param in cut])
 
 
 def _is_one_random_model(root: AnyRoot, scope: _OnMesh, params: Sequence[ShardedParam]) -> bool:

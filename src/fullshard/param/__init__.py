@@ -15,12 +15,12 @@ from .group import DtypeChanged as DtypeChanged
 from .group import ParamGroup as ParamGroup
 from .group import SecondaryGroup as SecondaryGroup
 from .initial import are_poisoned as are_poisoned
+from .initial import are_written as are_written
 from .initial import can_digest as can_digest
 from .initial import digest as digest
 from .initial import fingerprints as fingerprints
 from .initial import full_digests as full_digests
 from .initial import is_poisoned as is_poisoned
-from .initial import is_written as is_written
 from .initial import local_data as local_data
 from .initial import note_initial as note_initial
 from .initial import note_loaded as note_loaded

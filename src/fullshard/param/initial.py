@@ -133,23 +133,30 @@ def note_loaded(param: ShardedParam, value: Tensor) -> None:
         param.initial = Initial(digest(value), digest(param.local), weakref.ref(param.local), _versions(param), -1)
 
 
-def is_written(param: ShardedParam) -> bool:
-    """Whether the shard was written, in any way, or replaced since. True for one without a noted value."""
-    noted = param.initial
-    if noted is None or noted.local() is not param.local or noted.versions != _versions(param):
-        return True
-    return bool((digest(param.local) != noted.shard).item())
+def are_written(params: Sequence[ShardedParam]) -> list[bool]:
+    """Whether each shard was written, in any way, or replaced since. True for one without a noted value. Reads the
+    others once, with one synchronisation per device."""
+    written, differs = [True] * len(params), [torch.empty(0)] * len(params)
+    by_device: dict[torch.device, list[int]] = {}
+    for i, param in enumerate(params):
+        noted = param.initial
+        if noted is not None and noted.local() is param.local and noted.versions == _versions(param):
+            # Writes through `.data` count nowhere.
+            differs[i] = digest(param.local) != noted.shard
+            by_device.setdefault(differs[i].device, []).append(i)
+    for places in by_device.values():
+        for i, value in zip(places, torch.stack([differs[i] for i in places]).tolist(), strict=True):
+            written[i] = value
+    return written
 
 
-def written_before(params: Iterable[ShardedParam]) -> str:
+def written_before(params: Sequence[ShardedParam]) -> str:
     """How often each parameter was written before it was sharded; "" if the value of any is unknown, or was loaded or
     written since. Ranks that only drew their initial values, by the same program, have the same text."""
-    counts = []
-    for param in params:
-        if param.initial is None or param.initial.writes < 0 or is_written(param):
-            return ""
-        counts.append(str(param.initial.writes))
-    return ",".join(counts)
+    noted = [param.initial for param in params if param.initial is not None and param.initial.writes >= 0]
+    if len(noted) < len(params) or any(are_written(params)):
+        return ""
+    return ",".join(str(initial.writes) for initial in noted)
 
 
 def _versions(param: ShardedParam) -> tuple[int, int]:

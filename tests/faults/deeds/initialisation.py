@@ -179,6 +179,21 @@ def to_empty(run: Run) -> None:
     run.model.to_empty(device="cpu")
 
 
+def drawn(seed: int | Callable[[Run], int], fill: Callable[[Tensor], object]) -> Action:
+    """After `to_empty` each rank fills the shards at random, from the generator that it has."""
+
+    def action(run: Run) -> None:
+        if run.plain:
+            return
+        run.model.to_empty(device="cpu")
+        torch.manual_seed(seed if isinstance(seed, int) else seed(run))
+        with torch.no_grad():
+            for p in run.model.parameters():
+                fill(p)
+
+    return action
+
+
 def optimizer_then_assign(run: Run) -> None:
     """The values of a checkpoint take the place of the parameters that the optimizer has."""
     state = {name: value.clone() for name, value in run.model.state_dict().items()}

@@ -5,14 +5,23 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from torch import nn
+
 from tests.faults.actions import Action
 from tests.faults.cases import PLAIN, Case, Equal, Raises, Setup, Warns, at
 from tests.faults.deeds import initialisation as do
+from tests.faults.deeds.numbers import offload, options
 from tests.faults.program import Run
 from tests.faults.table.waits import LIMIT
 from tests.threads.programs import PROGRAMS, of_blocks
 
 WORLD_OF_3 = Setup(world=3)
+_EQUAL_ROWS = (
+    r"embedding\.weight",
+    "equal random values on ranks 0 and [12]",
+    "materialize",
+    r"torch\.manual_seed\(seed \+ rank\)",
+)
 _NEVER_SEEDED = ("initial values", "ranks drew its own", "torch.manual_seed")
 
 
@@ -209,6 +218,34 @@ CASES: tuple[Case, ...] = (
         r"embedding\.weight",
         "to_empty|value",
         fast=True,
+    ),
+    *(
+        Case(
+            f"init/drawn_{name}",
+            does,
+            Warns(_EQUAL_ROWS),
+            (at(-1, "wrapped", do.drawn(seed, fill)),),
+            setup,
+            fast=name == "shards",
+        )
+        for name, does, seed, fill, setup in (
+            ("shards", "all ranks fill their shards by `nn.init`, with one seed", 0, nn.init.normal_, Setup()),
+            (
+                "offloaded",
+                "the same with shards in host memory",
+                0,
+                nn.init.uniform_,
+                Setup(options=options(offload_policy=offload)),
+            ),
+            ("local", "each rank fills `p.to_local()`, with one seed", 0, lambda p: p.to_local().normal_(), Setup()),
+            (
+                "by_machine",
+                "ranks of four have the seeds 0, 1, 0, 1, as by their number on two machines",
+                lambda run: run.rank % 2,
+                nn.init.normal_,
+                Setup(world=4),
+            ),
+        )
     ),
     Case(
         "init/assign_behind_optimizer",
