@@ -8,11 +8,15 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard
 from torch.nn.parallel import DistributedDataParallel
 
 import fullshard
 from fullshard import fully_shard
+from fullshard._torch.dtensor import REFUSES_CHANGED_PLACEMENTS
 from tests.harness import tolerance
+from tests.harness.errors import RanksFailed
 from tests.harness.models import seeded
 from tests.harness.threads import run_ranks
 
@@ -164,3 +168,54 @@ def test_what_is_refused_torch_cannot_do(kind: str) -> None:
             optimizer.step()
 
     run_ranks(2, run)
+
+
+# ---- Muon ------------------------------------------------------------------------------------------------------------
+
+
+def _muon(world: int, shape: tuple[int, int], dim: int = 0, *, replicas: int = 1, frozen: bool = False) -> None:
+    """A step of it over a matrix of `shape`, which moves it on all ranks alike (tests/programs/muon.py has values)."""
+
+    def run(rank: int) -> Tensor:
+        mesh = init_device_mesh("cpu", (replicas, world // replicas), mesh_dim_names=("replicate", "shard"))
+        model: Any = seeded(lambda: nn.Linear(shape[1], shape[0], bias=False))
+        before = model.weight.detach().clone()
+        fully_shard(model, mesh=mesh, shard_placement_fn=lambda p: Shard(dim))
+        optimizer = torch.optim.Muon(model.parameters(), lr=0.1)
+        if not frozen:
+            model(torch.ones(2, shape[1])).square().sum().backward()
+        optimizer.step()
+        after: Tensor = model.weight.full_tensor().detach()
+        assert torch.equal(before, after) is frozen and after.isfinite().all()
+        return after
+
+    first, *others = run_ranks(world, run)
+    assert all(torch.equal(first, other) for other in others)
+
+
+@pytest.mark.parametrize(
+    ("world", "shape", "more", "words"),
+    [
+        (2, (1, 8), {}, "dim 0.*give it to AdamW, or shard dim 1 of such a matrix"),
+        (3, (2, 8), {}, r"weight of shape \(2, 8\), sharded over 3 ranks along dim 0"),
+        (4, (8, 3), {"dim": 1}, "dim 1.*or shard dim 0"),
+        (4, (1, 8), {"replicas": 2}, "over 2 ranks along dim 0"),
+        (2, (1, 1), {}, "give it to AdamW\\n"),
+    ],
+    ids=["one row", "two rows", "few columns", "replicas", "one element"],
+)
+def test_muon_over_fewer_rows_than_ranks(world: int, shape: tuple[int, int], more: Any, words: str) -> None:
+    """Refused before the step; the cure that it names works."""
+    if not REFUSES_CHANGED_PLACEMENTS:  # torch up to 2.11 adds whole updates to shards
+        _muon(world, shape, **more)
+        return
+    with pytest.raises(RanksFailed, match=f"Muon.step: expected matrices with a row for each rank, found .*{words}"):
+        _muon(world, shape, **more)
+    if "or shard dim" in words:
+        _muon(world, shape, dim=1 - more.get("dim", 0))
+
+
+def test_muon_where_each_rank_has_a_row() -> None:
+    _muon(2, (2, 8))
+    _muon(4, (2, 8), replicas=2)
+    _muon(2, (1, 8), frozen=True)

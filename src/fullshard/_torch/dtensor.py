@@ -24,6 +24,10 @@ from torch.utils._python_dispatch import _disable_current_modes
 MIXED = "got mixed torch.Tensor and DTensor"
 
 
+# Whether an operation in place that would have to change the placements raises: in torch from 2.12 on.
+REFUSES_CHANGED_PLACEMENTS: bool = torch.torch_version.TorchVersion(torch.__version__) >= "2.12"
+
+
 def sharded_parameter(
     local: Tensor,
     *,

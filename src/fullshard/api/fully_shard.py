@@ -18,6 +18,7 @@ from .._torch import TorchFSDPModule, concatenated_mesh, flattened_axes, publish
 from ..comm import attend, block_of, mesh_links
 from ..engine import Part, Unit, unit_of
 from ..engine.hooks import UnitHooks, hooks_of
+from ..engine.mixed_operations import note_uncaught
 from ..engine.order import own_parameters
 from ..engine.state_dict import hook_state_dict, note_replaced
 from ..engine.step_facts import ignored_names
@@ -247,6 +248,7 @@ def fully_shard(
     validate.note_memory(unit, spans)
     validate.mark_owner(found, name)
     note_replaced(unit, found)
+    note_uncaught()
     return module
 
 

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..engine.guarded_steps import GuardedSteps
+from ..engine.mixed_operations import note_mixed
 from ..engine.recovery import declare_sound, peers_below, tensors_restored, units_restored
 from ..engine.root import formed, module_units
 from ..policy.arguments import expect, expect_flag, expect_tensors, expect_text
@@ -73,6 +74,7 @@ def guard(*guarded: nn.Module | Optimizer, wait: bool = True) -> Iterator[None]:
             yield
         steps.come_together("the end of a guarded block")
     except BaseException as error:
+        note_mixed(error)
         told = steps.failed(error)
         peers.attempt_failed(error, steps.where)
         if told is error:

@@ -6,14 +6,17 @@ It names the parameter and what works. Theirs names none, and comes in the middl
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from .._torch.dtensor import REFUSES_CHANGED_PLACEMENTS
 from .._torch.modules import left_out_of_ddp
 from ..param import Owner
 from .names_elsewhere import names_elsewhere
@@ -37,6 +40,8 @@ def _refuse_foreign(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[st
         ours = {id(p): owner for p in group["params"] if (owner := Owner.of(p)) is not None}
         if ours and room == "bitsandbytes":
             _refuse_bitsandbytes(optimizer, [owner.name for owner in ours.values()])
+        if ours and room == "torch" and isinstance(optimizer, _MUON) and REFUSES_CHANGED_PLACEMENTS:
+            _refuse_few_rows(optimizer, group["params"])
         how = next((name for name in ("foreach", "fused") if group.get(name) is True), None)
         if how is None or not ours or len(ours) == len(group["params"]) or room != "torch":
             continue
@@ -68,6 +73,29 @@ def _refuse_bitsandbytes(optimizer: Optimizer, names: list[str]) -> None:
         f"{name}.step: expected plain parameters, as its kernels do, found {first_few(names)}, which fully_shard "
         f"sharded; {cure}"
     )
+
+
+_MUON: tuple[type[Optimizer], ...] = tuple(filter(None, [getattr(torch.optim, "Muon", None)]))
+
+
+def _refuse_few_rows(optimizer: Optimizer, params: Iterable[Tensor]) -> None:
+    """Where ranks have no rows of a matrix, the update comes out whole, and torch does not add it to shards."""
+    for p in params:
+        owner = Owner.of(p) if p.grad is not None else None
+        if owner is None or not isinstance(p, DTensor):
+            continue
+        for axis, placement in enumerate(p.placements):
+            ranks = p.device_mesh.size(axis)
+            if not isinstance(placement, Shard) or p.shape[placement.dim] >= ranks:
+                continue
+            cure = "give it to AdamW"
+            if p.shape[1 - placement.dim] >= ranks:
+                cure += f", or shard dim {1 - placement.dim} of such a matrix (shard_placement_fn of fully_shard)"
+            raise RuntimeError(
+                f"{type(optimizer).__name__}.step: expected matrices with a row for each rank, found {owner.name} of "
+                f"shape {tuple(p.shape)}, sharded over {ranks} ranks along dim {placement.dim}: torch makes its update "
+                f"whole, and cannot add it to a shard; {cure}"
+            )
 
 
 # ---- DistributedDataParallel -----------------------------------------------------------------------------------------

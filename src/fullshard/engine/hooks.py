@@ -29,8 +29,8 @@ from ..schedule import Use
 from .arguments import Arguments, cast_floating, tensors_requiring_grad
 from .backward import State, refuse_writes, state_before
 from .full_params import opened_of
+from .mixed_operations import note_shards_read
 from .root import Root, formed, module_units, root_of
-from .shards_read import note_shards_read
 from .unit import Unit
 
 # ---- hooks -----------------------------------------------------------------------------------------------------------

@@ -1,0 +1,149 @@
+"""A note for the exception of torch where a sharded parameter meets a plain tensor: which one it was, and what works.
+
+It is added where the exception passes a forward or a `guard`, and to one that nobody catches before Python prints it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from types import FrameType, TracebackType
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from .._torch.dtensor import MIXED
+from ..param import Owner
+from ..schedule import Full
+from .names_elsewhere import names_elsewhere, parameter_of
+from .optimizer_steps import dotted_name, first_few
+from .root import module_units
+from .unit import Unit
+
+_OURS = "fullshard: "
+# Functions of torch that clip, and those that others call them by.
+_CLIPS = ("clip_grad_norm_", "clip_grad_norm", "get_total_norm", "clip_grad_value_", "clip_grads_with_norm_")
+
+
+def note_shards_read(error: BaseException | None, units: Sequence[Unit]) -> None:
+    """Add the note to `error`, which passes a forward, if it is that exception. Once."""
+    if error is None or not _is_mixed(error):
+        return
+    read = list(dict.fromkeys(_read(_frames(error), units)))
+    error.add_note(_of_read(f"read were probably {first_few(read)}" if read else "units free their weights afterwards"))
+
+
+def note_mixed(error: BaseException) -> None:
+    """Add the note to `error`, which passed no forward, if it is that exception and its frames show what met. Once."""
+    if not _is_mixed(error):
+        return
+    frames = _frames(error)
+    together = next(filter(None, map(_together, reversed(frames))), None)
+    if together is not None:
+        sharded, plain = together
+        error.add_note(
+            f"{_OURS}{sharded.name} is sharded, and {names_elsewhere([plain])[id(plain)]}, in one list with it, is "
+            f"not. {_cure(frames)}"
+        )
+        return
+    modules = [value for frame in frames for value in frame.f_locals.values() if isinstance(value, nn.Module)]
+    units = dict.fromkeys(unit for module in dict.fromkeys(modules) for unit in module_units(module))
+    read = list(dict.fromkeys(_read(frames, list(units))))
+    if read:
+        error.add_note(_of_read(f"read were probably {first_few(read)}"))
+
+
+def _is_mixed(error: BaseException) -> bool:
+    """Whether it is that exception, without a note of fullshard."""
+    noted = any(note.startswith(_OURS) for note in getattr(error, "__notes__", ()))
+    return isinstance(error, RuntimeError) and MIXED in str(error) and not noted
+
+
+def _of_read(said: str) -> str:
+    return (
+        f"{_OURS}a sharded parameter was read outside of the forward of its module: {said}. Call the module, open its "
+        f"unit around the read (with fullshard.unit_open(module): ...), or register the method that reads it "
+        f"(fullshard.register_fsdp_forward_method)"
+    )
+
+
+def _frames(error: BaseException) -> list[FrameType]:
+    frames, trace = [], error.__traceback__
+    while trace is not None:
+        frames.append(trace.tb_frame)
+        trace = trace.tb_next
+    return frames
+
+
+def _read(frames: Sequence[FrameType], units: Sequence[Unit]) -> Iterator[str]:
+    """Names of parameters that are sharded now, and that a frame of the exception holds, or names as attributes."""
+    for unit in units:
+        for param in unit.params if unit.record.full is not Full.FULL else ():
+            name = dotted_name(unit, param.name)
+            for frame in reversed(frames):
+                held = any(value is param.sharded for value in frame.f_locals.values())
+                if held or set(name.split(".")[-2:]) <= {*frame.f_code.co_names}:
+                    yield f"{name} of unit {unit.record.name}"
+                    break
+
+
+def _together(frame: FrameType) -> tuple[Owner, Tensor] | None:
+    """A sharded and a plain parameter that a list of the frame has both, or the gradients of both."""
+    for value in frame.f_locals.values():
+        if isinstance(value, (list, tuple)):
+            held = [one for one in value if isinstance(one, Tensor) and one.is_leaf and _is_trained(one)]
+            kinds = {isinstance(one, DTensor): one for one in reversed(held)}
+            if len(kinds) == 2:
+                sharded, plain = _parameter(kinds[True]), _parameter(kinds[False])
+                owner = None if sharded is None else Owner.of(sharded)
+                if owner is not None and plain is not None:
+                    return owner, plain
+    return None
+
+
+def _is_trained(tensor: Tensor) -> bool:
+    """Whether it may be a gradient, or is a parameter with one."""
+    return not tensor.requires_grad or tensor.grad is not None
+
+
+def _parameter(tensor: Tensor) -> Tensor | None:
+    return tensor if tensor.requires_grad else parameter_of(tensor)
+
+
+def _cure(frames: Sequence[FrameType]) -> str:
+    if any(frame.f_code.co_name in _CLIPS for frame in frames):
+        return "Call fullshard.clip_grad_norm_(model.parameters(), max_norm) instead, which takes both"
+    if any(isinstance(frame.f_locals.get("self"), Optimizer) for frame in frames):
+        return "Call fullshard.step_on_shards(optimizer), or build it without foreach and fused"
+    return "Take them one by one, or on local tensors (p.to_local())"
+
+
+# ---- exceptions that nobody catches ----------------------------------------------------------------------------------
+
+_Hook = Callable[[type[BaseException], BaseException, TracebackType | None], Any]
+
+
+class _Noting:
+    """`sys.excepthook`: adds the note, then does what the hook before it does."""
+
+    def __init__(self, before: _Hook) -> None:
+        self._before = before
+
+    def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        with suppress(Exception):  # the program's own exception is what matters
+            note_mixed(error)
+        self._before(kind, error, trace)
+
+
+_installed = False
+
+
+def note_uncaught() -> None:
+    """From now on exceptions that nobody catches get the note. Again does nothing, unless the hook was reset."""
+    global _installed
+    if not _installed or sys.excepthook is sys.__excepthook__:
+        _installed = True
+        sys.excepthook = _Noting(sys.excepthook)
