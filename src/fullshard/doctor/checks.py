@@ -4,6 +4,7 @@ the fix. docs/doctor.md has the same table."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from operator import attrgetter
 from typing import NamedTuple
 
 from fullshard import Report, UnitReport
@@ -16,16 +17,25 @@ MIB = 1 << 20
 # Below this a model has no sizes, and its step no times, that a launch would notice.
 SMALL_MODEL = 64 * MIB
 SHARED_MEMORY = 512 * MIB
+# A buffer that no GPU has to spare, whatever the model.
+LARGE_BUFFER = 256 * MIB
 
 ERROR, WARNING, ADVICE = "error", "warning", "advice"
 
 
+class Found(NamedTuple):
+    """What is wrong, with a fix of its own."""
+
+    what: str
+    fix: str
+
+
 class Check(NamedTuple):
-    """`find`: (facts) -> what is wrong, one text for each finding."""
+    """`find`: (facts) -> what is wrong, one text for each finding, or a `Found` if its fix is not that of the check."""
 
     name: str
     severity: str
-    find: Callable[[Facts], Iterable[str]]
+    find: Callable[[Facts], Iterable[str | Found]]
     why: str
     fix: str
 
@@ -71,6 +81,56 @@ def _open_files(facts: Facts) -> Iterator[str]:
     needed = 256 + 4 * facts.world
     if 0 <= facts.machine.open_files < needed:
         yield f"a process may open {facts.machine.open_files} files, and {facts.world} ranks may need {needed}"
+
+
+# ---- steps -----------------------------------------------------------------------------------------------------------
+
+
+def _sharded_step(facts: Facts) -> Iterator[Found]:
+    failure = facts.model.steps.sharded_failure
+    if failure and facts.model.steps.fails_alone:
+        yield Found(f"{failure.stage}: {failure.text}", failure.fix)
+
+
+def _sharded_step_unsure(facts: Facts) -> Iterator[str]:
+    failure = facts.model.steps.sharded_failure
+    if failure and not facts.model.steps.fails_alone:
+        yield f"{failure.stage}: {failure.text}; in a world of one the step is taken"
+
+
+def _recomputed_together(facts: Facts) -> Iterator[str]:
+    units = {unit.name: _nbytes(unit) for unit in _units(facts)}
+    ahead, back = facts.model.steps.open_in_forward, facts.model.steps.open_in_backward
+    held = sum(units.get(name, 0) for name in back)
+    before = sum(units.get(name, 0) for name in ahead)
+    if len(back) > 3 and held >= SMALL_MODEL and held > 2 * before:
+        yield f"{len(back)} units are full at once in backward, {human(held)}, and in forward {human(before)}"
+
+
+def _float16(facts: Facts) -> Iterator[str]:
+    if facts.model.half:
+        yield f"trainable, and stored in float16: {_some(facts.model.half)}"
+
+
+def _float16_computed(facts: Facts) -> Iterator[str]:
+    names = [_name(unit) for unit in _units(facts) if unit.num_trainable and "float16" in unit.compute_dtypes]
+    if not facts.model.half and (names or facts.model.steps.computes_half):
+        yield (
+            f"units that compute in float16: {_some(names)}"
+            if names
+            else "forward keeps float16 values for backward (autocast, or a cast of the model's)"
+        )
+
+
+def _large_buffers(facts: Facts) -> Iterator[str]:
+    report = facts.model.report
+    if report is None or facts.world == 1:
+        return
+    whole, shards = sum(nbytes for _, nbytes in facts.model.buffers), report.expected.parameters
+    largest = facts.model.buffers[0][1] if facts.model.buffers else 0
+    if largest >= LARGE_BUFFER or (whole >= SMALL_MODEL and whole > shards / 4):
+        shown = [f"{name} {human(nbytes)}" for name, nbytes in facts.model.buffers if nbytes > whole / 10]
+        yield f"every rank holds {human(whole)} of buffers beside {human(shards)} of shards: {_some(shown)}"
 
 
 # ---- wrapping --------------------------------------------------------------------------------------------------------
@@ -141,10 +201,10 @@ def _frozen(facts: Facts) -> Iterator[str]:
 
 
 def _named(field: str, text: str) -> Callable[[Facts], Iterator[str]]:
-    """Finds the names in a field of the model's facts."""
+    """Finds the names in a field of the model's facts, or of a part of them."""
 
     def find(facts: Facts) -> Iterator[str]:
-        if names := getattr(facts.model, field):
+        if names := attrgetter(field)(facts.model):
             yield f"{text}: {_some(names)}"
 
     return find
@@ -305,9 +365,40 @@ CHECKS: tuple[Check, ...] = (
     Check("open-files", WARNING, _open_files,
           "gloo connects every pair of ranks, and each connection is an open file",
           "ulimit -n 65536 in the shell that launches"),
-    Check("step", ERROR, lambda facts: filter(None, [facts.model.step_failure]),
+    Check("step", ERROR, lambda facts: filter(None, [facts.model.steps.plain_failure]),
           "sharded training calls the model in the same way, and would fail in the same way",
           "correct `model`, `loss` or `batch` of the program"),
+    Check("sharded-step", ERROR, _sharded_step,
+          "a step of the sharded model raised this, and the launch would end with it",
+          "the text says what to do"),
+    Check("sharded-step-unsure", WARNING, _sharded_step_unsure,
+          "other ranks' values are missing here, so that it may be no fault; if it is one, the launch ends with it",
+          "take a step in processes: `fullshard verify` with two ranks"),
+    Check("partial-read", WARNING, _named("steps.partial_reads", "a number of this rank's rows, read as that of all"),
+          "each rank gets another number: a norm too small by the root of the ranks, and ranks that part at an `if`",
+          "fullshard.grad_stats(model) for gradients, fullshard.clip_grad_norm_ to clip, .full_tensor() before a read"),
+    Check("batch-changes", WARNING, _named("steps.unsteady_batch", "other values when `batch` is asked again for it"),
+          "`fullshard verify` and a run that continues would train with other data than they compare with",
+          "draw from torch.Generator().manual_seed(index), copy what a step writes to, and read data by index"),
+    Check("unseeded-model", WARNING, _named("unseeded", "other values in a second call of `model`, after equal seeds"),
+          "ranks begin with different weights: the first forward raises, or trains a mixture of all ranks' models",
+          "draw from torch's global generator, or from one with a fixed seed; not from the time or the rank"),
+    Check("drifting-buffers", WARNING, _named("steps.drifting_buffers", "different on ranks with different batches"),
+          "nothing averages them: evaluation and checkpoints use the statistics of one rank's data",
+          "nn.SyncBatchNorm.convert_sync_batchnorm(model) before sharding, or "
+          "fullshard.sync_module_states(model, buffers_only=True) before evaluation and checkpoints"),
+    Check("recomputed-together", WARNING, _recomputed_together,
+          "one checkpoint (recomputation) is around all of them: its backward needs the memory of the whole, unsharded",
+          "put a checkpoint around each unit or into it, not around several"),
+    Check("float16", WARNING, _float16,
+          "updates below a two-thousandth of a value are lost, and a GradScaler refuses float16 gradients",
+          "store float32, and compute in another dtype with mp_policy=MixedPrecisionPolicy(param_dtype=...)"),
+    Check("float16-scaler", ADVICE, _float16_computed,
+          "gradients below 6e-8 become zero without loss scaling, which is in the loop and not seen here",
+          "scale the loss with torch.amp.GradScaler, or take bfloat16"),
+    Check("large-buffers", WARNING, _large_buffers,
+          "buffers are not sharded: they stay whole in the memory of each rank",
+          "make them smaller, compute them in forward (masks, tables), or make them parameters without gradients"),
     Check("refused", ERROR, _refused,
           "fully_shard raised this, and would at the launch",
           "the text says what to do"),
@@ -347,7 +438,7 @@ CHECKS: tuple[Check, ...] = (
     Check("meta-buffers", WARNING, _named("meta_buffers", "not persistent, and on the meta device"),
           "no checkpoint has their values",
           "compute them in the module's reset_parameters, or build them on the CPU"),
-    Check("changed-buffers", WARNING, _named("changed_buffers", "not persistent, and changed by a step"),
+    Check("changed-buffers", WARNING, _named("steps.changed_buffers", "not persistent, and changed by a step"),
           "they are in no checkpoint: a run that continues begins with other values",
           "register_buffer(..., persistent=True), unless it is a cache that forward makes again"),
     Check("optimizer-order", ERROR, _optimizer_order,

@@ -6,7 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-from .checks import ADVICE, CHECKS, ERROR, WARNING, messages, rough, seconds
+from .checks import ADVICE, CHECKS, ERROR, WARNING, Check, Found, messages, rough, seconds
 from .facts import Facts
 
 # With the exit code of the worst finding.
@@ -75,8 +75,13 @@ class Diagnosis:
         return [*lines, *(f"not measured: {what}" for what in found.skipped)]
 
 
+def _finding(check: Check, found: str | Found) -> Finding:
+    what, fix = (found, check.fix) if isinstance(found, str) else found
+    return Finding(check.severity, check.name, what, check.why, fix)
+
+
 def diagnose(facts: Facts) -> Diagnosis:
     """Let every check of the table read `facts`."""
-    found = [Finding(c.severity, c.name, what, c.why, c.fix) for c in CHECKS for what in c.find(facts)]
+    found = [_finding(check, what) for check in CHECKS for what in check.find(facts)]
     order = list(SEVERITIES)
     return Diagnosis(tuple(sorted(found, key=lambda finding: order.index(finding.severity))), facts)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from fullshard import Report
 
@@ -27,23 +28,49 @@ class Machine:
     open_files: int
 
 
+class Failure(NamedTuple):
+    """What a sharded step raised. `stage`: "forward", "backward" or "optimizer step"."""
+
+    stage: str
+    text: str
+    fix: str
+
+
+@dataclass(frozen=True)
+class Steps:
+    """What steps showed, empty if none was taken. Names of parameters and buffers as in the plain model."""
+
+    plain_failure: str = ""  # the first line of what a step of the plain model raised
+    changed_buffers: tuple[str, ...] = ()  # in no state dict, and changed by a step
+    drifting_buffers: tuple[str, ...] = ()  # in state dicts; another batch gives other values
+    unsteady_batch: tuple[str, ...] = ()  # parts of batch 0 that differ when it is asked for again
+    computes_half: bool = False  # the plain step keeps float16 tensors for its backward
+    partial_reads: tuple[str, ...] = ()  # what was read as a number, and where
+    open_in_forward: tuple[str, ...] = ()  # units that are full at once, when most bytes are
+    open_in_backward: tuple[str, ...] = ()
+    sharded_failure: Failure | None = None
+    fails_alone: bool = True  # also in a world of one, where values are those of training
+
+
 @dataclass(frozen=True)
 class Model:
-    """Names of parameters and buffers as in the plain model. `step_failure`, `refusal`: the first line of what the
-    plain step and `fully_shard` raised, "" if nothing. `report`: None after a refusal."""
+    """Names of parameters and buffers as in the plain model. `refusal`: the first line of what `fully_shard` raised, ""
+    if nothing. `report`: None after a refusal."""
 
     meta: tuple[str, ...] = ()
     uninitialised: tuple[str, ...] = ()
     meta_buffers: tuple[str, ...] = ()  # in no state dict
-    changed_buffers: tuple[str, ...] = ()  # in no state dict, and changed by a step
+    unseeded: tuple[str, ...] = ()  # other values in a second call of `model`, after the same seeds
+    half: tuple[str, ...] = ()  # trainable, and stored in float16
+    buffers: tuple[tuple[str, int], ...] = ()  # all of them, with their bytes, the largest first
     ties_across: tuple[str, ...] = ()  # "a (unit x) = b (root)"
-    step_failure: str = ""
     refusal: str = ""
     report: Report | None = None
     ignored: frozenset[str] = frozenset()  # what `fully_shard` was called to ignore
     strays: int = 0  # tensors of the optimizer that are no parameters of the sharded model
     not_optimized: tuple[str, ...] = ()
     gathers: tuple[int, ...] = ()  # all-gathers of each unit in a step
+    steps: Steps = Steps()
 
 
 @dataclass(frozen=True)

@@ -1,26 +1,32 @@
-"""Facts of the model: plain first, with one step, then sharded as rank 0 of the world asked for, over a fake group."""
+"""Facts of the model: plain first, with steps, then sharded as rank 0 of the world asked for, over a fake group."""
 
 from __future__ import annotations
 
+import random
+import sys
 import time
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
 
 import fullshard
 from fullshard._torch import fake_group, non_persistent_buffers
 from fullshard.program import Program, ProgramError
 
-from .facts import Measured, Model
+from . import fingerprints
+from .facts import Measured, Model, Steps
+from .steps import line, plain_steps, sharded_steps, sync_as_batch_norm
 
-# A first step that takes longer is not taken again.
-_SECONDS = 5.0
+# A model that takes longer to build is not built a second time.
+_SECONDS_TO_BUILD = 30.0
 
 
 class _Call(NamedTuple):
@@ -35,94 +41,161 @@ def look(
 ) -> tuple[Model, Measured]:
     """The facts of `program`'s model, and the times of its steps. `options`: of `fully_shard`; `steps`: whether to take
     any. Raises `ProgramError` if the model cannot be built."""
-    model = _build(program)
+    skipped = [] if steps else ["a step (--no-probe)"]
+    with fake_group(world):
+        model, unseeded = _built_twice(program, skipped) if steps else (_build(program), ())
+        found = _tensors(model) | {"unseeded": unseeded}
+        seconds: float | None = None
+        shown = Steps()
+        has_values = not (found["meta"] or found["meta_buffers"] or any(map(is_lazy, model.parameters())))
+        if steps and not has_values:
+            skipped.append("a step (the model has no values)")
+        elif steps:
+            with sync_as_batch_norm(model):
+                seconds, shown = plain_steps(program, model)
+            if world == 1:
+                shown = replace(shown, drifting_buffers=())
+        optimizer = _look_at_sharded(program, model, world, replicas, options, found)
+        host: float | None = None
+        if optimizer is not None and seconds is not None:
+            units = [unit for unit in found["report"].units if unit.num_params]
+            full = {unit.name: unit.numel * unit.compute_itemsize for unit in units}
+            with warnings.catch_warnings(), sync_as_batch_norm(model):
+                warnings.simplefilter("ignore")
+                taken, shown = sharded_steps(program, model, optimizer, full, shown)
+            if taken is not None:
+                host = max(taken - seconds, 0.0) / max(len(units), 1)
+            else:
+                skipped.append("host time (the sharded step raised an error)")
+    if shown.sharded_failure is not None and world > 1:
+        shown = replace(shown, fails_alone=_fails_alone(program, options))
+    return Model(**found, steps=shown), Measured(seconds, host, skipped=tuple(skipped))
+
+
+def _tensors(model: nn.Module) -> dict[str, Any]:
+    """What the plain model's parameters and buffers show as they are."""
     tensors = [(name, p) for name, p in model.named_parameters() if not is_lazy(p)]
+    buffers = [(name, b) for name, b in model.named_buffers() if not is_lazy(b)]
     ghosts = [
-        (f"{prefix}.{name}".lstrip("."), module, name)
+        (f"{prefix}.{name}".lstrip("."), getattr(module, name))
         for prefix, module in model.named_modules()
         for name in sorted(non_persistent_buffers(module))
         if getattr(module, name) is not None
     ]
-    found: dict[str, Any] = {
+    return {
         "meta": tuple(name for name, p in tensors if p.is_meta),
         "uninitialised": (
             *(name for name, p in model.named_parameters() if is_lazy(p)),
             *(name for name, p in tensors if not p.is_meta and not _is_finite(p)),
-            *(name for name, b in model.named_buffers() if not is_lazy(b) and not b.is_meta and b.isnan().any()),
+            *(name for name, b in buffers if not b.is_meta and b.isnan().any()),
         ),
-        "meta_buffers": tuple(dotted for dotted, module, name in ghosts if getattr(module, name).is_meta),
-    }  # fmt: skip
-    skipped = [] if steps else ["a step (--no-probe)"]
-    seconds: float | None = None
-    if steps and (found["meta"] or found["meta_buffers"] or len(tensors) < len(list(model.named_parameters()))):
-        skipped.append("a step (the model has no values)")
-    elif steps:
-        before = {dotted: getattr(module, name).clone() for dotted, module, name in ghosts}
-        try:
-            seconds = _time(program, model)
-        except Exception as error:
-            found["step_failure"] = f"the plain model, batch 0: {_line(error)}"
-        found["changed_buffers"] = tuple(
-            dotted for dotted, module, name in ghosts if not _equal(before[dotted], getattr(module, name))
-        )
-    model.zero_grad(set_to_none=True)
+        "meta_buffers": tuple(dotted for dotted, buffer in ghosts if buffer.is_meta),
+        "half": tuple(name for name, p in tensors if p.requires_grad and p.dtype is torch.float16),
+        "buffers": tuple(sorted(((name, b.nbytes) for name, b in buffers), key=lambda item: -item[1])),
+    }
+
+
+# ---- sharded ---------------------------------------------------------------------------------------------------------
+
+
+def _shard(
+    program: Program, model: nn.Module, world: int, replicas: int, options: dict[str, Any]
+) -> tuple[list[_Call], str]:
+    """Let the program shard its model; the calls of `fully_shard`, and what one raised."""
+    calls: list[_Call] = []
+    shape, axes = ((world,), ("shard",)) if replicas == 1 else (
+        (replicas, world // replicas), ("replicate", "shard"))  # fmt: skip
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=axes)
+
+    def shard(module: Any, **given: Any) -> Any:
+        modules = (module,) if isinstance(module, nn.Module) else tuple(module)
+        calls.append(_Call(modules, given))
+        return fullshard.fully_shard(module, **{"mesh": mesh, **options, **given})
+
+    try:
+        program.shard(model, shard)
+    except Exception as error:
+        return calls, line(error)
+    return calls, ""
+
+
+def _optimizer(program: Program, model: nn.Module) -> Optimizer:
+    try:
+        return program.optimizer(model.parameters())
+    except Exception as error:
+        raise ProgramError(f"the optimizer cannot be built: {line(error)}") from error
+
+
+def _look_at_sharded(
+    program: Program, model: nn.Module, world: int, replicas: int, options: dict[str, Any], found: dict[str, Any]
+) -> Optimizer | None:
+    """Shard the model, and add to `found` what that shows. Returns the optimizer; None if nothing was sharded."""
     names = {id(p): name for name, p in model.named_parameters()}
     places = _places(model)
-    calls: list[_Call] = []
-    host = None
-    with fake_group(world), warnings.catch_warnings():
+    with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what they say is found here, or said at the launch
-        shape, axes = ((world,), ("shard",)) if replicas == 1 else (
-            (replicas, world // replicas), ("replicate", "shard"))  # fmt: skip
-        mesh = init_device_mesh("cpu", shape, mesh_dim_names=axes)
-
-        def shard(module: Any, **given: Any) -> Any:
-            modules = (module,) if isinstance(module, nn.Module) else tuple(module)
-            calls.append(_Call(modules, given))
-            return fullshard.fully_shard(module, **{"mesh": mesh, **options, **given})
-
-        try:
-            program.shard(model, shard)
-        except Exception as error:
-            found["refusal"] = _line(error)
+        calls, found["refusal"] = _shard(program, model, world, replicas, options)
         found["ties_across"] = _ties_across(model, places, calls)
         found["ignored"] = frozenset(
             names[id(p)] for call in calls for p in call.given.get("ignored_params") or () if id(p) in names
         )
-        if calls and not found.get("refusal"):
-            try:
-                optimizer = program.optimizer(model.parameters())
-            except Exception as error:
-                raise ProgramError(f"the optimizer cannot be built: {_line(error)}") from error
-            held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-            own = {id(p) for p in model.parameters()}
-            found["strays"] = len(held - own)
-            found["not_optimized"] = tuple(
-                name for name, p in model.named_parameters() if p.requires_grad and id(p) not in held
-            )
-            report = found["report"] = fullshard.report(model, None if found["strays"] else optimizer)
-            kept = {id(m) for call in calls if call.given.get("reshard_after_forward") is False for m in call.modules}
-            modules = dict(model.named_modules())
-            found["gathers"] = tuple(
-                1 if unit.name == "" or id(modules.get(unit.name)) in kept else 2 for unit in report.units
-            )
-            if seconds is not None:
-                try:
-                    units = sum(unit.num_params > 0 for unit in report.units)
-                    host = max(_time(program, model) - seconds, 0.0) / max(units, 1)
-                except Exception as error:
-                    skipped.append(f"host time (a sharded step without messages: {_line(error)})")
-    return Model(**found), Measured(seconds, host, skipped=tuple(skipped))
+        if not calls or found["refusal"]:
+            return None
+        optimizer = _optimizer(program, model)
+        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        own = {id(p) for p in model.parameters()}
+        found["strays"] = len(held - own)
+        found["not_optimized"] = tuple(
+            name for name, p in model.named_parameters() if p.requires_grad and id(p) not in held
+        )
+        report = found["report"] = fullshard.report(model, None if found["strays"] else optimizer)
+    kept = {id(m) for call in calls if call.given.get("reshard_after_forward") is False for m in call.modules}
+    modules = dict(model.named_modules())
+    found["gathers"] = tuple(1 if unit.name == "" or id(modules.get(unit.name)) in kept else 2 for unit in report.units)
+    return optimizer
+
+
+def _fails_alone(program: Program, options: dict[str, Any]) -> bool:
+    """Whether a sharded step raises in a world of one too, where values are those of training."""
+    with fake_group(1), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = _build(program)
+        _, refusal = _shard(program, model, 1, 1, options)
+        if refusal:
+            return True
+        with sync_as_batch_norm(model):
+            _, shown = sharded_steps(program, model, _optimizer(program, model), {}, Steps())
+    return shown.sharded_failure is not None
+
+
+# ---- plain -----------------------------------------------------------------------------------------------------------
+
+
+def _built_twice(program: Program, skipped: list[str]) -> tuple[nn.Module, tuple[str, ...]]:
+    """The plain model, and which of its tensors had other values the time before, after the same seeds."""
+    start = time.perf_counter()
+    model = _build(program)
+    taken = time.perf_counter() - start
+    if taken > _SECONDS_TO_BUILD:
+        skipped.append(f"whether two calls of `model` give equal weights (the first took {taken:.0f} s)")
+        return model, ()
+    before = fingerprints.of_model(model)
+    del model
+    model = _build(program)
+    return model, tuple(fingerprints.differing(before, fingerprints.of_model(model)))
 
 
 def _build(program: Program) -> nn.Module:
     """The plain model; memory that nothing was written to holds NaN."""
     try:
         torch.manual_seed(0)
+        random.seed(0)
+        if "numpy" in sys.modules:
+            sys.modules["numpy"].random.seed(0)
         with _filling_memory():
             model = program.model()
     except Exception as error:
-        raise ProgramError(f"the model cannot be built: {_line(error)}") from error
+        raise ProgramError(f"the model cannot be built: {line(error)}") from error
     if not isinstance(model, nn.Module):
         raise ProgramError(f"expected `model` to build an nn.Module, found a {type(model).__name__}")
     return model
@@ -148,26 +221,6 @@ def _is_finite(tensor: Tensor) -> bool:
     return bool(tensor.detach().isfinite().all())
 
 
-def _equal(before: Tensor, after: object) -> bool:
-    return isinstance(after, Tensor) and before.shape == after.shape and bool((before == after).all())
-
-
-def _time(program: Program, model: nn.Module) -> float:
-    """Seconds of one forward and backward; of two, the shorter one."""
-    taken: list[float] = []
-    while len(taken) < 2 and sum(taken) < _SECONDS:
-        batch = program.batch(0)
-        start = time.perf_counter()
-        loss = program.loss(model, batch)
-        if not isinstance(loss, Tensor) or loss.numel() != 1:
-            what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
-            raise ValueError(f"expected a loss of one element, found {what}")
-        loss.backward()
-        taken.append(time.perf_counter() - start)
-        model.zero_grad(set_to_none=True)
-    return min(taken)
-
-
 def _places(model: nn.Module) -> list[list[tuple[str, tuple[nn.Module, ...]]]]:
     """Of each tied parameter: its names, each with the modules around it, the innermost first."""
     modules = dict(model.named_modules(remove_duplicate=False))
@@ -191,8 +244,3 @@ def _ties_across(
             titles = ["root" if u < 0 else "+".join(names[id(m)] for m in calls[u].modules) for u in units]
             found.append(" = ".join(f"{name} (unit {t})" for (name, _), t in zip(slots, titles, strict=True)))
     return tuple(found)
-
-
-def _line(error: BaseException) -> str:
-    text = (str(error).strip().splitlines() or [""])[0]
-    return f"{type(error).__name__}: {text}"
