@@ -18,6 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -51,6 +52,7 @@ NAMES: dict[str, Any] = {
     "ColwiseParallel": ColwiseParallel, "Counter": Counter, "DTensor": DTensor,
     "MixedPrecisionPolicy": MixedPrecisionPolicy, "RowwiseParallel": RowwiseParallel,
     "StateDictOptions": StateDictOptions, "checkpoint": checkpoint, "device": CPU, "dist": dist,
+    "checkpoint_wrapper": checkpoint_wrapper,
     "fullshard": fullshard, "fully_shard": fully_shard, "get_model_state_dict": get_model_state_dict,
     "get_optimizer_state_dict": get_optimizer_state_dict, "init_device_mesh": init_device_mesh, "os": os,
     "parallelize_module": parallelize_module, "partial": functools.partial,
@@ -782,3 +784,44 @@ def _(rank: int, title: str) -> None:
     torch.optim.Muon([plain.score.weight], lr=1e-2).step()
     # It computes in bfloat16: a hundredth of a step, whose elements are below its length of 0.01.
     torch.testing.assert_close(row["model"].score.weight.full_tensor(), plain.score.weight, rtol=0, atol=1e-3)
+
+
+class Normed(nn.Module):
+    """(n, 4) -> (n, 4); a BatchNorm, and three blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(4)
+        self.layers = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.layers(self.norm(x))
+        return found
+
+
+@symptom("Statistics differ between ranks")
+def _(rank: int, title: str) -> None:
+    row = Row(title, model=shard(seeded(Normed)), inputs=torch.linspace(-1, 2 + rank, 8).view(2, 4))
+    (found,) = row.see()
+    assert set(found) == {"norm.running_mean", "norm.running_var"}
+    row.mend()
+    assert not fullshard.find_drift(row["model"])
+
+
+@symptom("A checkpoint is around several units")
+def _(rank: int, title: str) -> None:
+    row = Row(title, model=shard(seeded(Normed)), inputs=torch.linspace(-1, 2, 8).view(2, 4))
+    (kinds,) = row.see()
+    assert kinds[:4] == ["unshard"] * 3 + ["reshard"] and "unshard" not in kinds[4:]
+    expected = whole_gradients(row["model"])
+    model = shard(seeded(Normed))
+    apart = Row(title, model=model, inputs=row["inputs"])
+    apart.mend()
+    loss = model(row["inputs"]).sum()
+    with fullshard.observe.record(model) as trace:
+        loss.backward()
+    kinds = [kind for kind, unit in trace.commands if kind in ("unshard", "reshard") and unit != "root"]
+    full = [kinds[:place].count("unshard") - kinds[:place].count("reshard") for place in range(len(kinds) + 1)]
+    assert max(full) <= 2, kinds
+    for mine, theirs in zip(whole_gradients(model), expected, strict=True):
+        assert torch.equal(mine, theirs)
