@@ -128,8 +128,77 @@ def test_a_step_that_fails_is_told_and_the_next_is_recorded(tmp_path: Path) -> N
             recorder.begin(3)
             raise ArithmeticError("on purpose")
     (rank,) = read_run(tmp_path).ranks
-    assert [step.failed for step in rank.steps] == ["it did not end", "", "ArithmeticError: on purpose"]
+    assert [step.failed for step in rank.steps] == ["it did not end", "", "on purpose (ArithmeticError)"]
     assert rank.steps[1].figures == {"loss": None} and [step.number for step in rank.detailed()] == [2]
+
+
+class _Failing(nn.Linear):
+    """Runs out of memory in its forward, or in its backward, once it is said to."""
+
+    fails = ""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = super().forward(x)
+        if self.fails == "forward":
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to\nallocate 20.00 MiB.\n\nSee the documentation")
+        if self.fails == "backward":
+            y.register_hook(self._raise)
+        return y
+
+    def _raise(self, grad: torch.Tensor) -> torch.Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
+
+
+@pytest.mark.parametrize("fails", ["forward", "backward", "optimizer"])
+@pytest.mark.parametrize("in_full", [False, True], ids=["figures alone", "in full"])
+@pytest.mark.parametrize("closes", [False, True], ids=["with", "finally"])
+def test_a_step_out_of_memory_has_the_bytes_of_that_moment(
+    fails: str, in_full: bool, closes: bool, tmp_path: Path
+) -> None:
+    whole, number = 4 * (64 * 64 + 64), 5
+    with fake_world(2):
+        model: Any = nn.Sequential(*(_Failing(64, 64) for _ in range(4)))
+        for module in (*model, model):
+            fullshard.fully_shard(module)
+        optimizer = torch.optim.AdamW(model.parameters())
+        recorder = Recorder(model, tmp_path, optimizer, in_full=lambda step: in_full and step == number)
+
+        def train() -> None:
+            for step in range(1, number + 1):
+                recorder.begin(step)
+                model[2].fails = fails if step == number else ""
+                model(torch.ones(4, 64)).sum().backward()
+                if step == number and fails == "optimizer":
+                    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
+                optimizer.step()
+                optimizer.zero_grad()
+                recorder.end()
+
+        with pytest.raises(torch.OutOfMemoryError):
+            if closes:
+                try:
+                    train()
+                finally:
+                    recorder.close()
+            else:
+                with recorder:
+                    train()
+    (rank,) = read_run(tmp_path).ranks
+    step = rank.steps[-1]
+    assert (
+        step.failed == "CUDA out of memory. Tried to allocate 20.00 MiB. (OutOfMemoryError)" and step.number == number
+    )
+    held = {(rank.name_of(each.unit), each.kind): each.nbytes for each in step.held}
+    assert {held[name, "shards"] for name in "0123"} == {whole // 2}
+    assert {held[name, "optimizer"] for name in "0123"} == {whole + 8}  # two moments of a shard, two counters of a step
+    full = {name: nbytes for (name, kind), nbytes in held.items() if kind == "full"}
+    if fails == "optimizer":
+        assert {held[name, "sharded gradients"] for name in "0123"} == {whole // 2} and full == {}
+    else:
+        assert ("2", "full") in held if fails == "forward" else held["3", "messages"] >= whole
+        assert set(full.values()) <= {whole}
+    assert step.memory["resident"] > 1 << 20 and rank.ended
+    assert (step.detail is not None) == in_full
 
 
 def test_sessions_that_are_taken_again_are_forgotten(tmp_path: Path) -> None:

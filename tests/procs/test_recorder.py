@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
@@ -77,3 +78,41 @@ def test_messages_have_their_times_bytes_and_numbers_on_all_ranks(tmp_path: Path
         there = arrived[message.group, message.number]
         assert there is None or message.issue + shift <= there
     assert "Ranks in step 3" in page.page([run])
+
+
+def _with_a_straggler(rank: int, folder: str) -> None:
+    """Rank 1 sleeps before each block, and both ranks sleep now and then."""
+    import random
+    import time
+
+    import fullshard
+
+    class Slow(_Block):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            time.sleep(0.04 * rank + noise.uniform(0, 0.02))
+            return super().forward(x)
+
+    noise = random.Random(rank)
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(*(Slow() for _ in range(3)))
+    for module in (*model, model):
+        fullshard.fully_shard(module)
+    with fullshard.observe.Recorder(model, folder, in_full=lambda step: True) as recorder:
+        for step in range(1, 17):
+            recorder.begin(step)
+            model(torch.ones(8, 64)).square().mean().backward()
+            model.zero_grad()
+            recorder.end()
+
+
+@pytest.mark.slow
+def test_a_rank_that_sleeps_is_the_straggler_of_a_recorded_run(tmp_path: Path) -> None:
+    pool(2).run(_with_a_straggler, str(tmp_path))
+    run = read_run(tmp_path)
+    (found,) = causes.stragglers(run)
+    assert found.rank == 1 and found.is_sure and found.steps == 15
+    # Its record alone does not know what the other waited for.
+    (tmp_path / "from1-rank1.jsonl").unlink()
+    run = read_run(tmp_path)
+    assert causes.stragglers(run) == []
+    assert {item.cause for item in causes.exposures(run, run.ranks[0], 16)} <= {"unknown", "here"}

@@ -56,10 +56,6 @@ def test_ranks_whose_files_are_elsewhere_are_named(tmp_path: Path) -> None:
         run.rank(0)
 
 
-def _cut(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[:-30])
-
-
 def _damage(path: Path) -> None:
     lines = path.read_bytes().split(b"\n")
     path.write_bytes(b"\n".join([lines[0], b"{]", *lines[2:]]))
@@ -77,13 +73,18 @@ def _other_line(path: Path) -> None:
     path.write_bytes(path.read_bytes().replace(b'"figures":', b'"other":', 1))
 
 
+def _other_rows(path: Path) -> None:
+    path.write_bytes(path.read_bytes().replace(b'"events":[[', b'"events":[5,['))
+
+
 BAD = {
-    _cut: "was cut off after",
     _damage: "found a damaged line 2 of",
     _other_version: "expected version 1 of the record, found 7",
     _other_file: "expected a record of fullshard",
-    _other_line: "found another in line 2",
-    lambda path: path.write_bytes(b""): "found an empty file",
+    _other_line: 'expected a line of a record with figures, found none in line 2, {"step": 1, ',
+    _other_rows: 'expected a line of a record, found another in line 2: {"step": 1, ',
+    lambda path: path.write_bytes(b""): "expected a header in the first line, found an empty file",
+    lambda path: path.write_bytes(path.read_bytes()[:99]): "expected a header in the first line, found 99 bytes of it",
     lambda path: path.unlink(): "expected the record of a run",
 }
 
@@ -229,17 +230,6 @@ def test_other_causes(changes: Any, unit: int, cause: str, tmp_path: Path) -> No
     run = run_of(tmp_path, **changes)
     found = [item.cause for item in causes.exposures(run, run.ranks[0], 4) if item.unit == unit]
     assert cause in found
-
-
-def test_a_straggler_is_the_rank_that_the_others_wait_for(tmp_path: Path) -> None:
-    two_ranks(tmp_path, late=3 * MS)
-    quick = replace(
-        detail(), messages=tuple(m._replace(issue=m.issue + 3 * MS, ready=m.need) for m in detail().messages)
-    )
-    write(tmp_path / "see", header(1), [step(4, quick)])
-    found = causes.standings(read_run(tmp_path), 4)
-    assert [each.rank for each in causes.stragglers(found)] == [1]
-    assert causes.stragglers(found[:1]) == []
 
 
 def test_clocks_of_two_hosts_are_put_together_by_messages(tmp_path: Path) -> None:

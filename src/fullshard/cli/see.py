@@ -60,13 +60,16 @@ def run(arguments: argparse.Namespace) -> int:
         if alone and len(arguments.runs) > 1:
             raise RecordError(f"--{alone[0]}: expected one run, found {len(arguments.runs)}")
         return _show(arguments, [read_run(path) for path in arguments.runs])
-    except (RecordError, OSError) as error:
+    except RecordError as error:
         print(f"fullshard see: {error}", file=sys.stderr)
-        return 2
+    except OSError as error:
+        print(f"fullshard see: {error.filename}: {error.strerror}", file=sys.stderr)
+    return 2
 
 
 def _show(arguments: argparse.Namespace, runs: list[Run]) -> int:
     from fullshard.see import chrome, page, picture, story
+    from fullshard.see.record import RecordError
 
     step, first = arguments.step, runs[0]
     if arguments.unit is not None or arguments.svg is not None:
@@ -83,11 +86,17 @@ def _show(arguments: argparse.Namespace, runs: list[Run]) -> int:
         print(f"{arguments.perfetto}: open it at ui.perfetto.dev or chrome://tracing")
         return 0
     target = arguments.html or first.path / ("see.html" if len(runs) == 1 else "compared.html")
-    text = page.page(runs, step, arguments.rank)
+    told = [line for each in runs for line in story.remarks(each)]
+    try:
+        text = page.page(runs, step, arguments.rank)
+    except RecordError:
+        if told:  # what is known nevertheless, such as the bytes of a step that failed
+            print("\n".join(told))
+        raise
     _write(target, text)
     for each in runs:
         print(story.summary(each, each.shown_step(step)))
-    print(f"page: {target}")
+    print("\n".join([*told, f"page: {target}"]))
     return 0
 
 

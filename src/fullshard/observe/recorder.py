@@ -13,7 +13,9 @@ bytes (see/record.py). What they cost, benchmarks/recorder.py measures.
 from __future__ import annotations
 
 import math
+import os
 import platform
+import sys
 import time
 import weakref
 from collections.abc import Callable
@@ -131,7 +133,10 @@ class Recorder:
         if self._closed:
             return
         if self._begin:
-            self._end({}, "the recorder was closed in it")
+            error = sys.exception()  # in `finally`
+            self._end(
+                {}, "the recorder was closed in it" if error is None else _words(error), aborted=error is not None
+            )
         self._closed = True
         if self._file is not None:
             # After a failure the device may never come to the end of the step.
@@ -148,12 +153,13 @@ class Recorder:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         if error is not None and self._begin:
-            self._end({}, f"{type(error).__name__}: {error}".split("\n")[0])
+            self._end({}, _words(error), aborted=True)
         self.close()
 
     # ---- steps ---------------------------------------------------------------------------------------------
 
-    def _end(self, figures: dict[str, float | None], failed: str) -> None:
+    def _end(self, figures: dict[str, float | None], failed: str, *, aborted: bool = False) -> None:
+        """`aborted`: by an exception that is on its way, so that what is held now is what was held then."""
         rows, self._rows = self._rows, None
         if rows is not None:
             rows.detach()
@@ -163,6 +169,10 @@ class Recorder:
         if failed:
             fields["failed"] = failed
             self._failed = True
+        if aborted and self._numbers:
+            state = _state_nbytes(self._numbers, self._optimizer)
+            fields["held"] = StepRows(self._roots, self._numbers, state).held()
+            fields["memory"] = _memory(next(iter(self._numbers)).device)
         if rows is None:
             self._write_late(wait=False)
             if self._late:
@@ -245,6 +255,37 @@ _NO_ROWS: Any = object()
 def _finite(value: float | Tensor | None) -> float | None:
     number = math.nan if value is None else float(value)
     return number if math.isfinite(number) else None
+
+
+def _words(error: BaseException) -> str:
+    """The first paragraph of an exception as one line, and its class.
+
+    >>> _words(KeyError("head")), _words(FileNotFoundError(2, "No such file", "/data")), _words(TypeError())
+    ('no key head (KeyError)', '/data: No such file (FileNotFoundError)', 'TypeError')
+    """
+    name = type(error).__name__
+    text = " ".join(str(error).strip().split("\n\n")[0].split())
+    if isinstance(error, KeyError) and error.args:
+        text = f"no key {error.args[0]}"
+    elif isinstance(error, OSError) and error.filename is not None:
+        text = f"{error.filename}: {error.strerror}"
+    return f"{text[:500]} ({name})" if text else name
+
+
+def _memory(device: torch.device) -> dict[str, int]:
+    """Bytes of the device's allocator and of the device, or of this process on a CPU."""
+    if device.type == "cuda":
+        try:
+            free, total = torch.cuda.mem_get_info(device)
+            used = {"allocated": torch.cuda.memory_allocated(device), "reserved": torch.cuda.memory_reserved(device)}
+            return used | {"free": free, "total": total}
+        except RuntimeError:  # the device is what failed; that exception is on its way
+            return {}
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+    except OSError:
+        return {}
+    return {"resident": pages * os.sysconf("SC_PAGE_SIZE")}
 
 
 def _place() -> tuple[int, int]:

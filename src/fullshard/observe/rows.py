@@ -168,6 +168,14 @@ class StepRows:
         found = {"events": self.events, "commands": self.commands, "messages": list(self.messages.values())}
         return found | {"levels": self.levels}
 
+    def held(self) -> list[list[Any]]:
+        """[unit, kind, bytes] of what is held now. Of rows that were not attached: as they were made."""
+        for unit, number in self._numbers.items():
+            grads = [param.full.grad for param in unit.params if param.full is not None]
+            self._held[number, "gradients"] = sum(grad.nbytes for grad in grads if grad is not None)
+            self._held[number, "sharded gradients"] = _sharded_gradients(unit)
+        return [[unit, kind, nbytes] for (unit, kind), nbytes in self._held.items() if nbytes]
+
     def now(self) -> int:
         """Nanoseconds since the step began."""
         return perf_counter_ns() - self.begin

@@ -20,7 +20,7 @@ def chrome_trace(run: Run, number: int) -> str:
     events: list[dict[str, Any]] = []
     shift = offsets(run, number)
     for rank in run.ranks:
-        events += _rank(rank, number, shift[rank.header.rank])
+        events += _rank(rank, number, shift[rank.header.rank] or 0)
     return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}, separators=(",", ":"))
 
 

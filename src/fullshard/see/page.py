@@ -7,9 +7,10 @@ import math
 from collections.abc import Iterable, Sequence
 
 from . import picture
-from .causes import Exposure, Standing, exposures, standings, stragglers
+from .causes import Exposure, Standing, are_enough, exposures, judged_steps, standings, stragglers
 from .compare import Change, changes
-from .record import KINDS, RankRecord, Run, Step
+from .record import KINDS, RankRecord, Run, Step, ranks_named
+from .story import held_at_failure
 from .timeline import Memory, host_bound, human, milliseconds, on_device, shares
 
 # Ranks and steps beyond these are summed in tables, and drawn only if they are asked for (--rank, --step).
@@ -101,23 +102,16 @@ def _run(run: Run, number: int, step: int | None, rank: int | None, runs: Sequen
         f"{sum(unit.numel for unit in header.units):,} parameters; {html.escape(told)}; "
         f"{len(run.ranks[0].steps)} steps, {len(run.ranks[0].detailed())} of them recorded in full</p>"
     ]
-    if run.missing:
-        parts.append(f'<p class="warn">no record here of ranks {", ".join(map(str, run.missing))}</p>')
-    open_ones = [str(each.header.rank) for each in run.ranks if not each.ended]
-    if open_ones:
-        parts.append(
-            f'<p class="warn">the record of ranks {", ".join(open_ones)} has no end: it runs, or was killed</p>'
-        )
-    parts += [
-        f'<p class="warn">rank {each.header.rank}, step {failed.number}: {html.escape(failed.failed)}</p>'
-        for each in run.ranks
-        for failed in each.steps
-        if failed.failed
-    ]
+    parts += [f'<p class="warn">{html.escape(text)}</p>' for text in run.remarks]
+    for each in run.ranks:
+        for failed in each.steps:
+            if failed.failed:
+                text = f"rank {each.header.rank}, step {failed.number}: {failed.failed}"
+                held = "".join(f"<br>{html.escape(line)}" for line in held_at_failure(each, failed))
+                parts.append(f'<p class="warn">{html.escape(text)}{held}</p>')
     parts += _where_time_went(run, chosen, first)
     drawn_ranks = [first] if rank is not None else list(run.ranks[:DRAWN_RANKS])
-    common = sorted(set.intersection(*({s.number for s in each.detailed()} for each in run.ranks)))
-    drawn_steps = [chosen] if step is not None else common[-DRAWN_STEPS:]
+    drawn_steps = [chosen] if step is not None else (run.common() or run.common(failed=True))[-DRAWN_STEPS:]
     parts.append(f"<h2>Steps, rank by rank</h2>{_choice(number, drawn_steps, drawn_ranks, chosen)}{_KEY}")
     end, most = _scale(runs, step) if len(runs) > 1 else (0, 0)
     for record in drawn_ranks:
@@ -272,22 +266,27 @@ def _number(value: float | None) -> float:
 
 def _ranks(run: Run, number: int) -> list[str]:
     found = standings(run, number)
-    late = {each.rank for each in stragglers(found)}
+    late = stragglers(run)
     rows = [_standing(each) for each in found]
     bars = [
         (f"rank {each.rank}", [(n, c, p) for (n, c), p in zip(picture.PART_COLORS.items(), each.shares, strict=True)])
         for each in found[: 4 * DRAWN_RANKS]
     ]
     parts = [f"<h2>Ranks in step {number}</h2>"]
-    if late:
-        names = ", ".join(map(str, sorted(late)))
-        parts.append(f'<p class="warn">straggler: rank {names}; the others wait for it</p>')
-    elif len(found) > 1:
-        parts.append("<p>No rank keeps the others waiting all the time.</p>")
+    for each in late:
+        said, style = ("straggler", "warn") if each.is_sure else ("perhaps a straggler", "small")
+        parts.append(f'<p class="{style}">{said}: {html.escape(str(each))}</p>')
+    if not late and len(found) > 1:
+        judged = len(judged_steps(run))
+        text = "No rank keeps the others waiting all the time."
+        if not are_enough(judged, len(found)):
+            text = f"{judged} steps are too few to say whether a rank keeps the others waiting; record more in full."
+        parts.append(f"<p>{text}</p>")
+    if run.missing:
+        parts.append(f"<p>Not known of {ranks_named(run.missing)}, which have no record here.</p>")
     head = ("rank", "median step", "compute", "exposed", "host", "other", "last at messages", "later by")
-    parts.append(
-        _table(head, rows, right=range(1, 8), marked={i for i, e in enumerate(found) if e.rank in late}, name="ranks")
-    )
+    marked = {i for i, e in enumerate(found) for each in late if each.is_sure and e.rank == each.rank}
+    parts.append(_table(head, rows, right=range(1, 8), marked=marked, name="ranks"))
     parts.append(
         _figure(
             picture.bars(bars, "shares by rank"), "compute (blue), exposed messages (red), host (dark), other (light)"

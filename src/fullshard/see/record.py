@@ -4,9 +4,10 @@
     see/from101-rank0.jsonl     the same rank after the run was continued with step 101
 
 The first line is the header, the others are steps, notes (checkpoints) and the end. Every step has its times and
-figures; those recorded in full also have `detail`: events and commands of the schedule, messages, and bytes. Times are
+figures; those recorded in full also have `detail`: events and commands of the schedule, messages, and bytes. A step
+that failed has `failed`, and what was held then: `held`, and `memory` of the process or the device. Times are
 nanoseconds: `begin` and `end` of a step on the rank's clock, all others since the step's begin. A field that is not
-known is null.
+known is null. A last line without its end is what a process left that was killed while it wrote.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,6 +29,10 @@ KINDS = ("shards", "optimizer", "sharded gradients", "full", "secondary", "gradi
 
 class RecordError(Exception):
     """There is no record, or it cannot be read. The text is one line."""
+
+
+class EmptyRecordError(RecordError):
+    """A file has no whole header: its process was killed before, or while, it wrote that."""
 
 
 def file_name(first_step: int, rank: int) -> str:
@@ -125,9 +130,19 @@ class Detail:
     levels: tuple[Level, ...] = ()
 
 
+class Held(NamedTuple):
+    """`unit` (-1: no single one) holds `nbytes` of `kind`."""
+
+    unit: int
+    kind: str
+    nbytes: int
+
+
 @dataclass(frozen=True)
 class Step:
-    """One step. `figures`: loss, norm and what else the program gave; `failed`: why it did not end."""
+    """One step. `figures`: loss, norm and what else the program gave; `failed`: why it did not end; `held`: bytes of
+    the library at that moment, by unit and kind; `memory`: those of the device's allocator ("allocated", "reserved",
+    "free", "total"), or of the process ("resident")."""
 
     number: int
     begin: int
@@ -135,6 +150,8 @@ class Step:
     figures: dict[str, float | None] = field(default_factory=dict)
     detail: Detail | None = None
     failed: str = ""
+    held: tuple[Held, ...] = ()
+    memory: dict[str, int] = field(default_factory=dict)
 
     @property
     def nanoseconds(self) -> int:
@@ -183,19 +200,21 @@ class Header:
 
 @dataclass(frozen=True)
 class RankRecord:
-    """All that one rank recorded. `ended`: the run closed its record."""
+    """All that one rank recorded. `ended`: the run closed its record. `cut`: of files whose last line has no end, what
+    is lost."""
 
     header: Header
     steps: tuple[Step, ...]
     notes: tuple[Note, ...]
     ended: bool
+    cut: tuple[str, ...] = ()
 
     def name_of(self, unit: int) -> str:
         return self.header.units[unit].name if unit >= 0 else "(no unit)"
 
-    def detailed(self) -> list[Step]:
-        """The steps that were recorded in full and ended."""
-        return [step for step in self.steps if step.detail is not None and not step.failed]
+    def detailed(self, *, failed: bool = False) -> list[Step]:
+        """The steps that were recorded in full and ended; `failed`: those that did not end."""
+        return [step for step in self.steps if step.detail is not None and bool(step.failed) == failed]
 
     def step(self, number: int) -> Step | None:
         return next((step for step in self.steps if step.number == number), None)
@@ -203,11 +222,13 @@ class RankRecord:
 
 @dataclass(frozen=True)
 class Run:
-    """The records of one run. `ranks`: of its last session, in order; `missing`: those without a file here."""
+    """The records of one run. `ranks`: of its last session, in order; `missing`: those without a file here; `unread`:
+    files in which not even the header is whole."""
 
     path: Path
     ranks: tuple[RankRecord, ...]
     missing: tuple[int, ...]
+    unread: tuple[str, ...] = ()
 
     @property
     def world(self) -> int:
@@ -226,16 +247,45 @@ class Run:
         has = ", ".join(str(record.header.rank) for record in self.ranks)
         raise RecordError(f"{self.path}: expected a record of rank {number}, found those of {has}")
 
+    def common(self, *, failed: bool = False) -> list[int]:
+        """The steps that all ranks recorded in full and ended, or that `failed` on a rank; in order."""
+        ended = set.intersection(*({step.number for step in rank.detailed()} for rank in self.ranks))
+        if not failed:
+            return sorted(ended)
+        either = ({step.number for f in (False, True) for step in rank.detailed(failed=f)} for rank in self.ranks)
+        return sorted(set.intersection(*either) - ended)
+
     def shown_step(self, number: int | None = None) -> int:
-        """The step to show: `number`, or the last one that all ranks recorded in full. Raises `RecordError`."""
-        common = set.intersection(*({step.number for step in rank.detailed()} for rank in self.ranks))
-        if number is None and common:
-            return max(common)
-        if number in common and number is not None:
+        """The step to show: `number`, or the last one that all ranks recorded in full; of those that ended, if there
+        are any. Raises `RecordError`."""
+        ended, failed = self.common(), self.common(failed=True)
+        if number is None and (ended or failed):
+            return (ended or failed)[-1]
+        if number is not None and number in (*ended, *failed):
             return number
         wanted = "a step" if number is None else f"step {number}"
-        found = ", ".join(map(str, sorted(common))) or "none"
+        found = ", ".join(map(str, sorted((*ended, *failed)))) or "none"
         raise RecordError(f"{self.path}: expected {wanted} recorded in full on all ranks, found {found}")
+
+    @property
+    def remarks(self) -> list[str]:
+        """What is not whole: ranks without a record, files without an end."""
+        found = []
+        if self.missing:
+            found.append(f"no record here of {ranks_named(self.missing)}")
+        found += [*self.unread, *(text for rank in self.ranks for text in rank.cut)]
+        if open_ones := [rank.header.rank for rank in self.ranks if not rank.ended]:
+            found.append(f"the record of {ranks_named(open_ones)} has no end: it runs, or was killed")
+        return found
+
+
+def ranks_named(ranks: Sequence[int], shown: int = 8) -> str:
+    """
+    >>> ranks_named([1]), ranks_named([0, 2]), ranks_named(range(100), 2)
+    ('rank 1', 'ranks 0, 2', 'ranks 0, 1 and 98 more')
+    """
+    more = f" and {len(ranks) - shown} more" if len(ranks) > shown else ""
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks[:shown]))}{more}"
 
 
 # ---- writing ---------------------------------------------------------------------------------------------------------
@@ -257,7 +307,7 @@ def header_fields(header: Header) -> dict[str, Any]:
 def read_run(path: Path) -> Run:
     """The records below `path`: a run's folder, or the folder of records in it.
 
-    Raises `RecordError`, one line: no record, one that was cut off, or one of another version.
+    What is whole of a file is read. Raises `RecordError`, one line: no record, a damaged one, or of another version.
     """
     folder = path / FOLDER if (path / FOLDER).is_dir() else path
     files: dict[int, dict[int, Path]] = {}
@@ -267,20 +317,36 @@ def read_run(path: Path) -> Run:
             files.setdefault(first, {})[rank] = file
     if not files:
         raise RecordError(f"{path}: expected the record of a run (from1-rank0.jsonl), found none; see docs/see.md")
-    sessions = [[read_rank(file) for _, file in sorted(files[first].items())] for first in sorted(files)]
+    unread: list[str] = []
+    sessions = [list(_readable(files[first], unread)) for first in sorted(files)]
+    sessions = [session for session in sessions if session]
+    if not sessions:
+        raise RecordError(unread[0])
     last = sessions[-1]
     worlds = {record.header.world for record in last}
     if len(worlds) > 1:
         raise RecordError(f"{path}: expected the records of one run, found worlds of {sorted(worlds)} ranks")
     ranks = tuple(_joined(record, sessions[:-1]) for record in last)
     there = {record.header.rank for record in ranks}
-    return Run(folder, ranks, tuple(rank for rank in range(ranks[0].header.world) if rank not in there))
+    missing = tuple(rank for rank in range(ranks[0].header.world) if rank not in there)
+    return Run(folder, ranks, missing, tuple(unread))
+
+
+def _readable(files: dict[int, Path], unread: list[str]) -> Iterator[RankRecord]:
+    """The records of a session, in order of ranks. A process that was killed before its header was written left
+    nothing: that is noted in `unread`."""
+    for _, file in sorted(files.items()):
+        try:
+            yield read_rank(file)
+        except EmptyRecordError as error:
+            unread.append(str(error))
 
 
 def _joined(record: RankRecord, earlier: Sequence[Sequence[RankRecord]]) -> RankRecord:
     """`record` with the steps of the same rank in earlier sessions, as far as they were not taken again."""
     steps: dict[int, Step] = {}
     notes: list[Note] = []
+    cut: list[str] = []
     first = record.header.first_step
     for session in earlier:
         for before in session:
@@ -289,12 +355,12 @@ def _joined(record: RankRecord, earlier: Sequence[Sequence[RankRecord]]) -> Rank
             same = before.header.units == record.header.units
             for step in before.steps:
                 if step.number < first:
-                    detail = step.detail if same else None
-                    steps[step.number] = Step(step.number, step.begin, step.end, step.figures, detail, step.failed)
+                    steps[step.number] = step if same else replace(step, detail=None, held=())
             notes += [note for note in before.notes if note.step < first]
+            cut += before.cut
     steps.update({step.number: step for step in record.steps})
     ordered = tuple(steps[number] for number in sorted(steps))
-    return RankRecord(record.header, ordered, (*notes, *record.notes), record.ended)
+    return RankRecord(record.header, ordered, (*notes, *record.notes), record.ended, (*cut, *record.cut))
 
 
 def read_rank(path: Path) -> RankRecord:
@@ -303,16 +369,17 @@ def read_rank(path: Path) -> RankRecord:
         content = path.read_bytes()
     except OSError as error:
         raise RecordError(f"{path}: {error.strerror}") from error
-    lines = list(_lines(path, content))
+    lines, rest = _lines(path, content)
     if not lines:
-        raise RecordError(f"{path}: expected a header in the first line, found an empty file")
+        found = f"{rest} bytes of it" if rest else "an empty file"
+        raise EmptyRecordError(f"{path}: expected a header in the first line, found {found}")
     first = lines[0]
     if first.get("format") != FORMAT:
-        raise RecordError(f"{path}: expected a record of fullshard, found {str(first)[:60]}")
+        raise RecordError(f"{path}: expected a record of fullshard, found {_shown(lines[0])}")
     if first.get("version") != VERSION:
         raise RecordError(
             f"{path}: expected version {VERSION} of the record, found {first.get('version')}; read it with the version "
-            f"of fullshard that wrote it ({first.get('versions')})"
+            f"of fullshard that wrote it ({_versions(first)})"
         )
     steps: list[Step] = []
     notes: list[Note] = []
@@ -328,27 +395,52 @@ def read_rank(path: Path) -> RankRecord:
                 notes.append(Note(*fields["note"]))
             else:
                 ended = bool(fields["ended"])
-    except (KeyError, TypeError, ValueError) as error:
-        raise RecordError(f"{path}: expected a line of a record, found another in line {number} ({error!r})") from error
-    return RankRecord(header, tuple(steps), tuple(notes), ended)
+    except KeyError as error:
+        found = f"found none in line {number}, {_shown(lines[number - 1])}"
+        raise RecordError(f"{path}: expected a line of a record with {error.args[0]}, {found}") from error
+    except (TypeError, ValueError, AttributeError) as error:
+        found = f"found another in line {number}: {_shown(lines[number - 1])}"
+        raise RecordError(f"{path}: expected a line of a record, {found}") from error
+    cut: tuple[str, ...] = ()
+    if rest:
+        cut = (
+            f"the last line of {path.name}, line {len(lines) + 1}, was cut off after {rest} bytes, as a process leaves "
+            f"it that is killed while it writes; it is left out",
+        )
+    return RankRecord(header, tuple(steps), tuple(notes), ended, cut)
 
 
-def _lines(path: Path, content: bytes) -> Iterator[dict[str, Any]]:
+def _shown(fields: dict[str, Any]) -> str:
+    """The beginning of a line, as the file has it."""
+    text = json.dumps(fields)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _versions(first: dict[str, Any]) -> str:
+    versions = first.get("versions")
+    return ", ".join(f"{name} {v}" for name, v in versions.items()) if isinstance(versions, dict) else "not known"
+
+
+def _lines(path: Path, content: bytes) -> tuple[list[dict[str, Any]], int]:
+    """The whole lines, and the bytes of a last one without its end."""
     lines = content.split(b"\n")
     rest = lines.pop()
+    found = []
     for number, text in enumerate(lines, 1):
-        try:
-            fields = json.loads(text)
-        except ValueError:
-            fields = None
-        if not isinstance(fields, dict):
+        fields = _fields(text)
+        if fields is None:
             raise RecordError(f"{path}: expected a line of JSON, found a damaged line {number} of {len(lines)}")
-        yield fields
-    if rest:
-        raise RecordError(
-            f"{path}: expected whole lines, found that the last one, line {len(lines) + 1}, was cut off after "
-            f"{len(rest)} bytes; remove it to see the lines before it"
-        )
+        found.append(fields)
+    last = _fields(rest)  # whole, but for the end of the line
+    return (found, len(rest)) if last is None else ([*found, last], 0)
+
+
+def _fields(text: bytes) -> dict[str, Any] | None:
+    try:
+        fields = json.loads(text)
+    except ValueError:
+        return None
+    return fields if isinstance(fields, dict) else None
 
 
 def _header(fields: dict[str, Any]) -> Header:
@@ -368,7 +460,9 @@ def _step(fields: dict[str, Any]) -> Step:
             tuple(_rows(Message, found["messages"])),
             tuple(_rows(Level, found["levels"])),
         )
-    return Step(fields["step"], fields["begin"], fields["end"], fields["figures"], detail, fields.get("failed", ""))
+    times = fields["step"], fields["begin"], fields["end"]
+    held = tuple(_rows(Held, fields.get("held", ())))
+    return Step(*times, fields["figures"], detail, fields.get("failed", ""), held, dict(fields.get("memory", {})))
 
 
 def _rows(kind: Any, rows: Iterable[Sequence[Any]]) -> Iterator[Any]:

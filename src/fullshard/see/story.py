@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import functools
 import re
+from collections import Counter
 from pathlib import Path
 
 from ..schedule import rules
-from .causes import exposures, standings, stragglers
+from .causes import exposures, stragglers
 from .record import Command, Detail, Message, RankRecord, RecordError, Run, Step
 from .timeline import Memory, human, milliseconds, shares
 
@@ -15,25 +16,66 @@ from .timeline import Memory, human, milliseconds, shares
 
 
 def summary(run: Run, number: int, shown: int = 3) -> str:
-    """Step `number` of `run`: where the time went, the longest waits of the first rank, the peak, stragglers."""
+    """Step `number` of `run`: where the time went, the longest waits of the first rank, the peak, stragglers; and what
+    is not whole."""
     rank = run.ranks[0]
     step = rank.step(number)
     assert step is not None and step.detail is not None
     found = shares(step)
     total = max(found.total, 1)
     _, peak, _ = Memory(step.detail).peak()
+    ended = "failed after" if step.failed else "took"
     lines = [
-        f"{run.name}: step {number} took {milliseconds(step.nanoseconds)} on rank {rank.header.rank} of {run.world}: "
-        f"{100 * found.compute / total:.0f} % compute, {100 * found.wait / total:.0f} % exposed messages, host-bound: "
-        f"{100 * found.host / total:.0f} %; peak of what the library holds: {human(peak)}"
+        f"{run.name}: step {number} {ended} {milliseconds(step.nanoseconds)} on rank {rank.header.rank} of "
+        f"{run.world}: {100 * found.compute / total:.0f} % compute, {100 * found.wait / total:.0f} % exposed messages, "
+        f"host-bound: {100 * found.host / total:.0f} %; peak of what the library holds: {human(peak)}"
     ]
     for item in exposures(run, rank, number)[:shown]:
         unit = f"{rank.name_of(item.unit)}: " if item.unit >= 0 else ""
         phase = f", {item.phase}" if item.phase else ""
         lines.append(f"  {unit}{item.what}{phase}, {milliseconds(item.nanoseconds)} exposed: {item.text}")
-    late = stragglers(standings(run, number))
-    lines += [f"  straggler: rank {each.rank}, last at {100 * each.last:.0f} % of messages" for each in late]
+    lines += [f"  {'straggler' if each.is_sure else 'perhaps a straggler'}: {each}" for each in stragglers(run)]
     return "\n".join(lines)
+
+
+def remarks(run: Run) -> list[str]:
+    """What is not whole in the record, and each failed step with what was held then."""
+    lines = [f"{run.name}: {text}" for text in run.remarks]
+    for rank in run.ranks:
+        for step in rank.steps:
+            if step.failed:
+                lines.append(f"{run.name}: step {step.number} failed on rank {rank.header.rank}: {step.failed}")
+                lines += [f"  {text}" for text in held_at_failure(rank, step)]
+    return lines
+
+
+def held_at_failure(rank: RankRecord, step: Step, shown: int = 6) -> list[str]:
+    """What was held when `step` failed: of the library by kind, the largest things in it, and of the device or the
+    process in all."""
+    if not step.held:
+        return []
+    kinds: Counter[str] = Counter()
+    for item in step.held:
+        kinds[item.kind] += item.nbytes
+    total = sum(kinds.values())
+    largest = sorted(step.held, key=lambda item: -item.nbytes)[:shown]
+    named = [f"{item.kind} of {rank.name_of(item.unit)}" if item.unit >= 0 else item.kind for item in largest]
+    each = ", ".join(f"{kind} {human(nbytes)}" for kind, nbytes in kinds.most_common())
+    lines = [
+        f"held by the library then: {human(total)} ({each})",
+        f"the largest: {'; '.join(f'{n} {human(i.nbytes)}' for n, i in zip(named, largest, strict=True))}",
+    ]
+    memory = step.memory
+    if "allocated" in memory:
+        beside = max(memory["allocated"] - total, 0)
+        lines.append(
+            f"the device's allocator: {human(memory['allocated'])} allocated, of these {human(beside)} beside the "
+            f"library (activations, the program's own), {human(memory['reserved'])} reserved; the device has "
+            f"{human(memory['free'])} free of {human(memory['total'])}"
+        )
+    elif "resident" in memory:
+        lines.append(f"the process in all: {human(memory['resident'])} resident")
+    return lines
 
 
 # ---- story -----------------------------------------------------------------------------------------------------------
