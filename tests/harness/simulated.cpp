@@ -94,7 +94,8 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     current_stream[i] = s.id();
     return c10::Stream(c10::Stream::UNSAFE, {kType, i}, old);
   }
-  void* getStreamNativeHandle(const c10::Stream s) const override { return reinterpret_cast<void*>(s.id()); }
+  // Without "override": torch 2.10 does not ask for it.
+  void* getStreamNativeHandle(const c10::Stream s) const { return reinterpret_cast<void*>(s.id()); }
   void destroyEvent(void*, const c10::DeviceIndex) const noexcept override {}
   void record(void** event, const c10::Stream& s, const c10::DeviceIndex, const c10::EventFlag) const override {
     if (*event == nullptr) *event = reinterpret_cast<void*>(++events_made);

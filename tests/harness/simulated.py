@@ -78,10 +78,10 @@ def build(folder: Path | None = None) -> Path:
                 subprocess.Popen([*common, "-c", str(source), "-o", str(to)], stderr=subprocess.PIPE, text=True)
                 for source, to in zip(SOURCES, objects, strict=True)
             ]
-            for source, one in zip(SOURCES, running, strict=True):
-                _, errors = one.communicate()
+            errors = [one.communicate()[1] for one in running]
+            for source, one, said in zip(SOURCES, running, errors, strict=True):
                 if one.returncode:
-                    raise RuntimeError(f"{source.name} does not compile:\n{errors[-4000:]}")
+                    raise RuntimeError(f"{source.name} does not compile:\n{said[-4000:]}")
             link = [compiler, "-shared", *map(str, objects), "-o", str(made), f"-L{root / 'lib'}"]
             link += ["-lc10", "-ltorch_cpu", "-ltorch_python", f"-Wl,-rpath,{root / 'lib'}"]
             subprocess.run(link, check=True)

@@ -16,6 +16,7 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils.checkpoint import checkpoint
 
+from tests.harness import installed
 from tests.harness.behaviours import behaviour
 from tests.harness.compiled import STEPS, Graphs, compiled, fresh_compiler, train
 from tests.harness.implementations import FULLSHARD, TORCH, Implementation, for_each_implementation
@@ -82,7 +83,9 @@ def _check_ways(impl: Implementation, world: int, backend: str, ways: tuple[str,
             assert_same_training(trained, expected)
             # One graph serves all three blocks: nothing about a single one's parameters is guarded.
             assert products == [PRODUCTS], f"{how}: {products}"
-            assert breaks == 0, f"{how}: {breaks}"
+            # Torch 2.10 counts one where the hooks of a wrapped model begin, though it makes the same graph.
+            counted = int(how == "whole, wrapped" and installed.release() < (2, 11))
+            assert breaks == counted, f"{how}: {breaks}"
 
 
 @pytest.mark.slow

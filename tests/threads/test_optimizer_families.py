@@ -116,7 +116,10 @@ def test_lbfgs(impl: Implementation) -> None:
 @for_each_implementation
 @pytest.mark.parametrize("even", [True, False])
 def test_muon(even: bool, impl: Implementation) -> None:
-    """It makes a matrix orthogonal in bfloat16, so a bit of its gradient is a hundredth of its step."""
+    """It makes a matrix orthogonal in bfloat16, so a bit of its gradient is a hundredth of its step. Torch 2.10 adds
+    partial products up in another order than 2.11, which is farther off with these values; with others both differ
+    from plain training by up to 4.5 hundredths."""
+    limit = 0.02 if installed.release() >= (2, 11) else 0.05
     start = collect(_model(even=even), torch.optim.SGD(_model(even=even).parameters())).params
     expected = _train("Muon", _model(even=even), range(2), lr=1e-2, weight_decay=0.1)
 
@@ -124,7 +127,7 @@ def test_muon(even: bool, impl: Implementation) -> None:
         found = _train("Muon", sharded(impl, _model(even=even)), range(rank, rank + 1), lr=1e-2, weight_decay=0.1)
         for name, value in expected.params.items():
             moved = value - start[name]
-            assert ((found.params[name] - start[name]) - moved).norm() <= 0.02 * moved.norm()
+            assert ((found.params[name] - start[name]) - moved).norm() <= limit * moved.norm()
         for name, value in expected.state.items():
             assert_close_to_tensor_max(found.state[name], value, 2**17, name)
 
@@ -142,6 +145,9 @@ def test_refused_optimizers(impl: Implementation) -> None:
         for name, way, even in REFUSED
         if not installed.is_pinned()
     }
+    words = "sharding strategy|placement changes|unevenly sharded"
+    if installed.release() < (2, 11):
+        words += "|found no DeviceMesh from dtensor args|Cannot find device mesh from args"
 
     def job(rank: int, impl: Implementation) -> None:
         for name, way, even in REFUSED:
@@ -149,7 +155,7 @@ def test_refused_optimizers(impl: Implementation) -> None:
             try:
                 found = _train(name, sharded(impl, _model(even=even)), range(rank, rank + 1), **options)
             except (RuntimeError, NotImplementedError) as error:
-                assert re.search("sharding strategy|placement changes|unevenly sharded", str(error))
+                assert re.search(words, str(error))
             else:
                 assert not installed.is_pinned(), f"torch has learned {name} {way}"
                 if name != "LBFGS":  # its line search is over the parameters of one rank

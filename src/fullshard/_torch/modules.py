@@ -151,6 +151,16 @@ def outside_graphs(function: F) -> F:
     return wrapped
 
 
+def remains_a_method(wrapper: F) -> F:
+    """`wrapper`, which `functools.wraps` made of a function of `outside_graphs`: compiled as a method it keeps `self`.
+
+    Torch notes on such a function which one it calls, and `functools.wraps` copies the note. From 2.11 on
+    `torch.compile` ignores the copy; 2.10 follows it from the bound method to a function that is bound to nothing.
+    """
+    vars(wrapper).pop("_torchdynamo_orig_callable", None)
+    return wrapper
+
+
 def loads_as_torch(module: nn.Module) -> bool:
     """Whether `module` loads its own parameters and buffers, as torch does, and nothing else."""
     return type(module)._load_from_state_dict is nn.Module._load_from_state_dict

@@ -134,8 +134,9 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
     ),
 )
 
-# Names on modules, which this package sets for others or reads; torch need not have them.
+# Names on modules and functions, which this package sets for others or reads; torch need not have them.
 MARKS: dict[str, str] = {
+    "_torchdynamo_orig_callable": "removed from methods that torch.compile may get; 2.10 follows it and loses `self`",
     "_ddp_params_and_buffers_to_ignore": "what DistributedDataParallel leaves out; there is no public name",
     "_is_fsdp_managed_module": _MARKS,
     "_fsdp_use_orig_params": _MARKS,

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from .._torch import dtensor_like, local_of, same_spec
-from .._torch.modules import outside_graphs
+from .._torch.modules import outside_graphs, remains_a_method
 from ..engine.foreign_steps import ON_SHARDS
 from ..param import PendingGrad, SteppedGrad
 from ..policy.arguments import expect_flag
@@ -137,7 +137,7 @@ def _stepping(original: type[Optimizer]) -> Any:
 
         step.__doc__ = original.step.__doc__
         # Outside of compiled graphs (torch.compile(optimizer.step)): dynamo cannot trace the exchange.
-        hooked: Any = Optimizer.profile_hook_step(outside_graphs(step))
+        hooked: Any = remains_a_method(Optimizer.profile_hook_step(outside_graphs(step)))
         hooked.hooked = True
         made = type(original.__name__, (original,), {"step": hooked, "__module__": original.__module__})
         _CLASSES[original] = made
