@@ -112,6 +112,8 @@ class Comparison:
         self.tolerance = Tolerance.of(self.reference, setting)
         self.result = Result(setting)
         self.causes = Causes(setting, self.reference)
+        # Of the sharded training where the comparison is: the parameters, and the buffers of each rank.
+        self.parameters, self.buffers = dict[str, Tensor](), list[dict[str, Tensor]]()
         # By name: what sizes the first step's gradients are sums of.
         self._sizes: dict[str, float] = {}
 
@@ -161,25 +163,40 @@ class Comparison:
             for rank, record in enumerate(before)
             for name, value in record.buffers.items()
         ]
-        parameters, buffers = before[0].parameters, [record.buffers for record in before]
+        self.parameters, self.buffers = before[0].parameters, [record.buffers for record in before]
         for step in range(setting.steps):
             found = [read_step(self.folder, step, rank) for rank in range(setting.world)]
-            reference.load(parameters)
-            self.causes.step, self.causes.buffers = step, buffers
-            if step == 0:
-                self._measure_noise(buffers)
-            expected = reference.replay(step, buffers, found[0])
-            self._note_losses(found, expected)
-            yield self._generators(step, found, expected)
-            forward = self._forward(step, found, expected, parameters, buffers)
-            yield [*self._uses(step, "forward", found, parameters), *forward]
-            yield self._buffers(step, found, expected, buffers)
-            yield [*self._uses(step, "backward", found, parameters), *self._backward(step, found[0], expected)]
-            yield self._updates(step, found[0], expected, parameters)
-            yield self._state(step, found[0], expected)
-            reference.resume(found[0])
-            self.causes.last = found[0], parameters
-            parameters, buffers = found[0].parameters, [record.buffers for record in found]
+            yield from self._step(step, step, found, found[0].gradients)
+
+    def _step(
+        self, step: int, batches: int, found: list[Step], stepped_with: dict[str, Tensor | None]
+    ) -> Iterator[Sequence[Difference | None]]:
+        """The differences of one step, from `self.parameters` and `self.buffers`, which it moves on. `batches`: the
+        number of the step whose batches it took; `stepped_with`: the gradients that its optimizer took."""
+        reference, parameters, buffers = self.reference, self.parameters, self.buffers
+        reference.load(parameters)
+        self.causes.step, self.causes.buffers = batches, buffers
+        if step == 0:
+            self._measure_noise(buffers)
+        expected = reference.replay(batches, buffers, stepped_with)
+        self._note_losses(found, expected)
+        if step == 0 and reference.updated_again:
+            names = sorted(reference.updated_again)
+            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            self.result.notes.append(
+                f"backward computes blocks again and so updates the buffer {names[0]}{more} a second time, in plain "
+                f"training with recomputation too; to this the sharded training is compared"
+            )
+        yield self._generators(step, found, expected)
+        forward = self._forward(step, found, expected, parameters, buffers)
+        yield [*self._uses(step, "forward", found, parameters), *forward]
+        yield self._buffers(step, found, expected, buffers)
+        yield [*self._uses(step, "backward", found, parameters), *self._backward(step, found[0], expected)]
+        yield self._updates(step, found[0], expected, parameters)
+        yield self._state(step, found[0], expected)
+        reference.resume(found[0])
+        self.causes.last = found[0], parameters
+        self.parameters, self.buffers = found[0].parameters, [record.buffers for record in found]
 
     # ---- phases ----------------------------------------------------------------------------------------------
 
@@ -252,7 +269,8 @@ class Comparison:
                 name = f"loss of micro-batch {micro}" if len(record.losses) > 1 else "loss"
 
                 def causes(value: Tensor, rank: int = self.setting.data_rank(rank), micro: int = micro) -> str:
-                    return self.causes.of_forward(step, micro, rank, value, expected, parameters, buffers)
+                    batches = self.causes.step
+                    return self.causes.of_forward(batches, micro, rank, value, expected, parameters, buffers)
 
                 size = wanted.double().abs().max().item()
                 allowed = self.tolerance.computing * size, 0.0

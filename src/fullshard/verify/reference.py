@@ -3,6 +3,9 @@
 Every phase starts from equal input: forward and backward from the recorded parameters, the optimizer from the recorded
 gradients. So errors do not add up over steps, and a difference names its phase.
 
+Where the strategy computes activations again, so does the plain model: a buffer that a forward updates is then updated
+twice, by either.
+
 In mixed precision the parameters are cast as `MixedPrecisionPolicy` promises (seed 001): the model computes with copies
 in bfloat16, floating inputs of each sharded module are cast, gradients are summed in float32.
 """
@@ -53,7 +56,7 @@ class Reference:
 
     def __init__(self, program: Program, setting: Setting, device: torch.device) -> None:
         self.program, self.setting, self.device = program, setting, device
-        self.computing, self.stepped = self._build(), self._build()
+        self.computing, self.stepped = self._build(recompute=setting.strategy.recompute), self._build()
         self.ties = ties_of(self.computing)
         self.initial = {name: p.detach().to("cpu", copy=True) for name, p in named(self.stepped)}
         self.initial_buffers = buffers_of(self.computing)
@@ -63,12 +66,17 @@ class Reference:
         self.scale = SCALE if setting.strategy.precision == "fp16" else 1.0
         # Whether a forward that is computed again in backward casts its inputs; only a fault does not.
         self._casts_again, self._in_backward = True, False
+        # Buffers that a forward which is computed again in backward updates once more.
+        self.updated_again = set[str]()
         if setting.strategy.dtype is not None:
             self._compute_in(self.computing, setting.strategy.dtype)
 
-    def _build(self) -> nn.Module:
+    def _build(self, *, recompute: bool = False) -> nn.Module:
         seed_generators(SEED)
-        return self.program.model().to(self.device).train()
+        model = self.program.model().to(self.device).train()
+        for block in blocks_of(model) if recompute else ():
+            block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+        return model
 
     def _compute_in(self, model: nn.Module, dtype: torch.dtype) -> None:
         own = norms_of(model) if self.setting.strategy.norms else []
@@ -99,9 +107,9 @@ class Reference:
             for name, parameter in named(model):
                 parameter.copy_(parameters[name])
 
-    def replay(self, step: int, buffers: list[dict[str, Tensor]], found: Step) -> Expected:
-        """Take `step` from the loaded parameters, with `buffers` of each rank from before it. `found`: rank 0's record,
-        whose gradients the optimizer takes."""
+    def replay(self, step: int, buffers: list[dict[str, Tensor]], gradients: dict[str, Tensor | None]) -> Expected:
+        """Take `step` from the loaded parameters, with `buffers` of each rank from before it. `gradients`: those that
+        the sharded training's optimizer took, and so this one takes."""
         losses, states, parts, after = [], [], [], []
         for rank in range(self.setting.data_world):
             self.put_buffers(buffers[rank * self.setting.strategy.tensor])
@@ -111,9 +119,9 @@ class Reference:
             parts.append([part for _, _, part in rows])
             after.append(buffers_of(self.computing))
         for name, parameter in named(self.stepped):
-            gradient = found.gradients[name]
+            gradient = gradients[name]
             parameter.grad = None if gradient is None else gradient.to(self.device, parameter.dtype)
-        if self.scale == 1 or all(g is None or bool(g.isfinite().all()) for g in found.gradients.values()):
+        if self.scale == 1 or all(g is None or bool(g.isfinite().all()) for g in gradients.values()):
             self.optimizer.step()
         else:
             self.scale /= 2
@@ -127,11 +135,14 @@ class Reference:
         batch = to_device(self.program.batch(index), self.device)
         seed_generators(seed_of(index))
         loss = self.program.loss(self.computing, batch)
+        once = buffers_of(self.computing) if self.setting.strategy.recompute else {}
         self._in_backward = True
         try:
             (self.scale * (loss / self.setting.strategy.micro)).backward()
         finally:
             self._in_backward = False
+        twice = buffers_of(self.computing) if once else {}
+        self.updated_again.update(name for name, buffer in once.items() if not torch.equal(buffer, twice[name]))
         state = generators(self.device)
         parts: dict[str, Tensor | None] = {}
         for name, parameter in named(self.computing):
@@ -170,9 +181,7 @@ class Reference:
         """Blocks are computed again in backward, where units do not cast their inputs. In mixed precision only."""
         sound, dtype = self.computing, self.setting.strategy.dtype
         assert dtype is not None
-        self.computing = self._build()
-        for block in blocks_of(self.computing) if self.setting.strategy.recompute else ():
-            block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+        self.computing = self._build(recompute=self.setting.strategy.recompute)
         self._compute_in(self.computing, dtype)
         values = dict(named(sound))
         with torch.no_grad():

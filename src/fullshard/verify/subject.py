@@ -16,7 +16,7 @@ import os
 import random
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -103,47 +103,69 @@ def run_rank(settings: list[Setting], folders: list[str], uses_numpy: bool) -> N
 
 
 def _train(program: Program, setting: Setting, device: torch.device, folder: Path) -> None:
-    rank, strategy = dist.get_rank(), setting.strategy
-    seed_generators(SEED)
-    model: Any = program.model().to(device)
-    model.train()
-    blocks = blocks_of(model) if strategy.recompute else []
-    mesh = _mesh(setting, device)
-    if strategy.tensor > 1:
-        assert program.parallelize is not None
-        program.parallelize(model, mesh["tp"])
-    inner = mesh["replicate", "shard"] if strategy.replicas > 1 else mesh["shard"]
-    trained = Sharded(program, model, setting, inner) if setting.is_fsdp2 else former(program, model, setting, inner)
-    for block in blocks:
-        block.forward = partial(checkpoint, block.forward, use_reentrant=False)
-    model, weights = trained.model, trained.weights
-    optimizer = program.optimizer(model.parameters())
-    scaler = _scaler(setting, device)
-    weights.held = trained.parameters()
-    held = weights.held if rank == 0 else {}
-    _write(folder / "before", rank, Before(buffers_of(trained.plain), ties_of(trained.plain), held, _cuts(model)))
+    training, rank = Training(program, setting, device), dist.get_rank()
+    plain, held = training.trained.plain, training.trained.weights.held if rank == 0 else {}
+    _write(folder / "before", rank, Before(buffers_of(plain), ties_of(plain), held, _cuts(training.model)))
     for step in range(setting.steps):
+        _write(folder / f"step-{step}", rank, training.step(step))
+
+
+class Training:
+    """A sharded model of a program and its optimizer, which take steps."""
+
+    def __init__(self, program: Program, setting: Setting, device: torch.device) -> None:
+        self.program, self.setting, self.device = program, setting, device
+        strategy = setting.strategy
+        seed_generators(SEED)
+        model: Any = program.model().to(device)
+        model.train()
+        blocks = blocks_of(model) if strategy.recompute else []
+        mesh = _mesh(setting, device)
+        if strategy.tensor > 1:
+            assert program.parallelize is not None
+            program.parallelize(model, mesh["tp"])
+        inner = mesh["replicate", "shard"] if strategy.replicas > 1 else mesh["shard"]
+        make = Sharded if setting.is_fsdp2 else former
+        self.trained: Any = make(program, model, setting, inner)
+        for block in blocks:
+            block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+        self.model = self.trained.model
+        self.optimizer = program.optimizer(self.model.parameters())
+        self.scaler = _scaler(setting, device)
+        self.trained.weights.held = self.trained.parameters()
+
+    def batch(self, step: int, micro: int) -> tuple[int, Any]:
+        """Its number, and the batch on the device."""
+        index = batch_index(self.setting, step, micro, self.setting.data_rank(dist.get_rank()))
+        return index, to_device(self.program.batch(index), self.device)
+
+    def step(self, step: int, between: Callable[[], object] = lambda: None) -> Step:
+        """Take a step with the batches of the number `step`. `between` is called before the optimizer steps, with the
+        gradients in place."""
+        trained, weights, micros = self.trained, self.trained.weights, self.setting.strategy.micro
         losses, states = [], []
-        for micro in range(strategy.micro):
-            index = batch_index(setting, step, micro, setting.data_rank(rank))
-            batch = to_device(program.batch(index), device)
-            with trained.window(last=micro == strategy.micro - 1):
+        for micro in range(micros):
+            index, batch = self.batch(step, micro)
+            with trained.window(last=micro == micros - 1):
                 seed_generators(seed_of(index))
                 weights.phase = "forward"
-                loss = program.loss(model, batch)
+                loss = self.program.loss(self.model, batch)
                 weights.phase = "backward"
-                scaler.scale(loss / strategy.micro).backward()
+                self.scaler.scale(loss / micros).backward()
             losses.append(_host(loss))
-            states.append(generators(device))
-        scaler.unscale_(optimizer)
+            states.append(generators(self.device))
+        uses = weights.take()
+        self.scaler.unscale_(self.optimizer)
         gradients = trained.gradients()
-        scaler.step(optimizer)
-        scaler.update()
-        uses, weights.held = weights.take(), trained.parameters()
-        state = trained.state(optimizer)
-        made = (gradients, weights.held, state) if rank == 0 else ({}, {}, {})
-        _write(folder / f"step-{step}", rank, Step(losses, states, buffers_of(trained.plain), uses, *made))
-        optimizer.zero_grad()
+        between()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        weights.held = trained.parameters()
+        state = trained.state(self.optimizer)
+        made = (gradients, weights.held, state) if dist.get_rank() == 0 else ({}, {}, {})
+        buffers = buffers_of(trained.plain)
+        self.optimizer.zero_grad()
+        return Step(losses, states, buffers, uses, *made)
 
 
 class Sharded:
