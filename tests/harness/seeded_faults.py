@@ -7,14 +7,13 @@
 
 The tier of devices must find every one of FAULTS, by an unordered access, a message that ran into changed memory, wrong
 numbers or an error (tests/device/test_seeded_faults.py). `side()` in the new text is another stream. `fullshard verify`
-must find and name every one of PROVEN (tests/procs/test_verify.py); `here` in their text is this module.
+must find and name every one of PROVEN (tests/procs/test_verify.py). planted_faults.py has more for it.
 """
 
 from __future__ import annotations
 
 import importlib
 import inspect
-import sys
 import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -30,13 +29,15 @@ from tests.harness.on_device import Setup
 
 @dataclass(frozen=True)
 class SeededFault:
-    """In the method `where` ("comm.gather:PlannedGather.complete"), `old` becomes `new`."""
+    """In the method `where` ("comm.gather:PlannedGather.complete"), `old` becomes `new`, in which `here` is the module
+    `helpers`."""
 
     where: str
     old: str
     new: str
     setup: Setup = Setup()
     world: int = 2
+    helpers: str = __name__
 
 
 def source_of(fault: SeededFault) -> tuple[Any, str, Any, str]:
@@ -61,7 +62,7 @@ def seeded(fault: SeededFault) -> Iterator[None]:
     owner, name, function, text = source_of(fault)
     sound = inspect.getattr_static(owner, name)
     made: dict[str, Any] = {}
-    names = {**function.__globals__, "side": _side, "here": sys.modules[__name__]}
+    names = {**function.__globals__, "side": _side, "here": importlib.import_module(fault.helpers)}
     text = "from __future__ import annotations\n" + text.replace(fault.old, fault.new)
     exec(compile(text, fault.where, "exec"), names, made)
     setattr(owner, name, made[name])

@@ -21,6 +21,7 @@ from fullshard.verify.setting import Setting
 from fullshard.verify.strategy import parse_strategy
 from fullshard.verify.subject import _train
 from tests.harness.installed import clear_sharding_cache
+from tests.harness.planted_faults import Planted, planted
 from tests.harness.pool import pool
 from tests.harness.seeded_faults import RECEIVE, REDUCED, SENT_FRESH, TAKE, SeededFault, seeded
 
@@ -268,21 +269,30 @@ def record_gradient_fault(folder: Path, fault: GradientFault, strategy: str = "z
     return setting
 
 
-def _record(rank: int, setting: Setting, folder: str, fault: SeededFault | None) -> None:
+def _record(rank: int, setting: Setting, folder: str, fault: SeededFault | Planted | None) -> None:
     # Each rank's own statistics are compared; that nothing averages them is not the question here.
     warnings.filterwarnings("ignore", "buffers differ between ranks")
     warnings.filterwarnings("ignore", "FSDP2-wrapped module")
     # DTensor keeps meshes of earlier jobs in this process, whose groups are gone, and takes them for equal ones.
     clear_sharding_cache()
-    with seeded(fault) if fault is not None else nullcontext():
+    inside = nullcontext() if fault is None else planted(fault) if isinstance(fault, Planted) else seeded(fault)
+    with inside:
         _train(find_program(setting.entry), setting, torch.device("cpu"), Path(folder))
 
 
 def record(folder: Path, strategy: str, world: int = 2, fault: SeededFault | None = None, **options: Any) -> Setting:
     """Train on the pool and write the records to `folder`."""
     entry, library = options.get("entry", ENTRY), options.get("library", "fullshard")
-    setting = Setting(entry, library, parse_strategy(strategy), world, 2, "cpu")
+    setting = Setting(entry, library, parse_strategy(strategy), world, options.get("steps", 2), "cpu")
     pool(world).run(_record, setting, str(folder), fault)
+    return setting
+
+
+def record_planted(folder: Path, fault: Planted) -> Setting:
+    """Train on the pool with `fault`."""
+    entry = f"tests.harness.verified:{fault.program}"
+    setting = Setting(entry, "fullshard", parse_strategy(fault.strategy), fault.world, fault.steps, "cpu")
+    pool(fault.world).run(_record, setting, str(folder), fault)
     return setting
 
 

@@ -1,0 +1,594 @@
+"""Faults for `fullshard verify` whose place it must name: each changes product code as a bug would.
+
+    PLANTED["replica 1 negates its gradients"]     what it changes, the training that runs it, and where the fault is
+    with planted(fault):                           the product has it inside
+
+They were written before the comparison that finds them. `new` marks those in a shape that none of `PROVEN` has: in one
+replica only, within what rounding in bfloat16 would explain, in held gradients, in clipping, evaluation and reload.
+`place` is where a user has to look: one word of PLACES. `here` in the text of a fault is this module, whose functions
+are what goes wrong; `times` counts calls, so that a fault begins at a step.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from fullshard._torch import current_backward
+from tests.harness.seeded_faults import RECEIVE, REDUCED, SENT_FRESH, TAKE, SeededFault, seeded
+
+# Where a fault may be, in the words that `fullshard verify` must use.
+PLACES = {
+    "gather": "the all-gather of weights",
+    "cast": "mixed precision",
+    "recomputation": "recomputation",
+    "accumulation": "accumulation",
+    "reduction": "the reduction",
+    "replicas": "replicas",
+    "prefetch": "prefetch",
+    "scaler": "the scaler",
+    "shards": "the shards",
+    "clip": "clip",
+    "evaluation": "evaluation",
+    "reload": "reload",
+}
+
+
+class Planted(NamedTuple):
+    """A fault, the strategy and the program that run it, and the word of PLACES for where it is. `phases`: those in
+    which it may be found first."""
+
+    faults: tuple[SeededFault, ...]
+    strategy: str
+    place: str
+    phases: tuple[str, ...]
+    new: bool = True
+    world: int = 2
+    steps: int = 2
+    program: str = "program"
+
+
+def _change(where: str, old: str, new: str) -> SeededFault:
+    return SeededFault(where, old, new, helpers=__name__)
+
+
+@contextmanager
+def planted(fault: Planted) -> Iterator[None]:
+    """The product has the fault inside."""
+    _times.clear()
+    _kept.clear()
+    with ExitStack() as stack:
+        for each in fault.faults:
+            stack.enter_context(seeded(each))
+        yield
+
+
+# ---- what goes wrong -------------------------------------------------------------------------------------------------
+
+# How often each place was reached, and what was kept there.
+_times: Counter[Any] = Counter()
+_kept: dict[Any, Any] = {}
+
+
+def times(*place: Any) -> int:
+    """How often this was called for `place` before."""
+    _times[place] += 1
+    return _times[place] - 1
+
+
+def rank() -> int:
+    return dist.get_rank()
+
+
+def other_replica() -> bool:
+    """Whether this rank is of replica 1 of two."""
+    return dist.get_rank() >= dist.get_world_size() // 2
+
+
+def in_backward() -> bool:
+    return current_backward() != -1
+
+
+def is_named(param: Any, *names: str) -> bool:
+    owner = param.owner.name if param.owner is not None else param.name
+    return any(owner.endswith(name) for name in names)
+
+
+def ulp_off(value: Tensor, at: int = 0) -> Tensor:
+    """`value` with its element `at` moved to the next number of its dtype, further from zero."""
+    value = value.clone()
+    if value.numel():
+        flat = value.view(-1)
+        bits = flat.view({2: torch.int16, 4: torch.int32}[value.element_size()])
+        bits[at] += 1  # of what is not zero or the largest number
+    return value
+
+
+def late(value: Tensor, *place: Any) -> Tensor:
+    """What `value` was the last time; at first itself."""
+    before = _kept.get(place, value)
+    _kept[place] = value.clone()
+    return before
+
+
+def first(value: Tensor, *place: Any) -> Tensor:
+    """What `value` was the first time."""
+    return _kept.setdefault(place, value.clone())  # type: ignore[no-any-return]
+
+
+def in_bfloat16(value: Tensor) -> Tensor:
+    return value.bfloat16().to(value.dtype)
+
+
+def truncated(value: Tensor) -> Tensor:
+    """float32 whose lower half of bits is zero."""
+    return (value.view(torch.int32) & -65536).view(torch.float32)
+
+
+def last_row_lost(part: Tensor) -> Tensor:
+    part = part.clone()
+    if part.ndim and part.shape[0] > 1:
+        part[-1] = 0
+    return part
+
+
+def from_evaluation(views: list[Tensor], owner: Any, step: int) -> list[Tensor]:
+    """What the evaluation after `step` gathered is used from then on."""
+    if not torch.is_grad_enabled() and not in_backward() and times("evaluation", id(owner)) == step:
+        _kept["evaluation", id(owner)] = [view.clone() for view in views]
+    found = _kept.get(("evaluation", id(owner)))
+    return views if found is None or not (torch.is_grad_enabled() or in_backward()) else found
+
+
+def evaluates() -> bool:
+    """Whether a forward without gradients runs."""
+    return not torch.is_grad_enabled() and not in_backward()
+
+
+def sends(owner: Any) -> None:
+    _kept["sent", id(owner)] = _times["forwards",]
+
+
+def was_prefetched(owner: Any) -> bool:
+    """Whether another unit's forward began after the shards were sent."""
+    return _times["forwards",] > _kept["sent", id(owner)] and not in_backward()
+
+
+def keep_own(reduction: Any, total: Tensor) -> None:
+    if other_replica():
+        _kept["own", id(reduction)] = total.clone()
+
+
+def take_own(reduction: Any, total: Tensor) -> None:
+    """Of replica 1: twice its own sum, where that of both was."""
+    if other_replica():
+        total.copy_(_kept.pop(("own", id(reduction))) * 2)
+
+
+def drift(unit: Any) -> None:
+    """From the second backward on, parameters of replica 1 grow by a millionth in each."""
+    if in_backward() and times("drift", id(unit)) and other_replica():
+        for param in unit.params:
+            param.local.data.mul_(1 + 1e-6)
+
+
+def moved(unit: Any) -> None:
+    """An element of the first shard is one ulp off."""
+    local = unit.params[0].local.data
+    local.copy_(ulp_off(local))
+
+
+def of_first_save(value: Any, param: Any) -> Any:
+    """The shard as it was when a state dict was taken first."""
+    if isinstance(value, DTensor):
+        value = value.clone()
+        local = value.to_local()
+        local.copy_(first(local, "saved", id(param)))
+    return value
+
+
+def rounded(values: tuple[Any, ...]) -> tuple[Any, ...]:
+    return tuple(in_bfloat16(value) if value.is_floating_point() else value for value in values)
+
+
+# ---- where -----------------------------------------------------------------------------------------------------------
+
+_HELD = "param.sharded:ParamGradients._commit_held"
+_WITH_HELD = "param.sharded:ParamGradients.sum_with_held"
+_COMMIT = "param.sharded:ParamGradients.commit"
+_SEND, _COMPLETE = "comm.gather:PlannedGather.send", "comm.gather:PlannedGather.complete"
+_ADVANCED, _COLLECT = "comm.reduction:StagedReduction._advanced", "comm.reduction:StagedReduction.collect"
+_FINISHED = "comm.reduction:StagedReduction._finished"
+_CLIP = "api.clip:clip_grad_norm_"
+_ARRIVED = "staging.views[: len(destinations)]"
+_CAST = "torch._foreach_copy_(places, own)"
+
+
+def _reduced(value: str) -> SeededFault:
+    """`value` instead of the reduced gradient `part`, in which `param` is its parameter."""
+    return _change(RECEIVE, REDUCED, f"param = self.params[i]; gradients.reduced = ({value}) if")
+
+
+def _sent(value: str) -> SeededFault:
+    """`value` instead of the full gradient `g` that this rank sends, in which `param` is its parameter."""
+    return _change(
+        TAKE,
+        SENT_FRESH,
+        f"else None if gradients.fresh is None else (lambda g, param: {value})(gradients.fresh, self.params[i]))",
+    )
+
+
+def _arrives(value: str) -> SeededFault:
+    """`value` instead of the list `v` of gathered shards as they arrive."""
+    return _change(_COMPLETE, _ARRIVED, f"(lambda v: {value})({_ARRIVED})")
+
+
+def _held(value: str) -> SeededFault:
+    """`value` instead of the gradient `fresh` that an earlier micro-batch holds."""
+    return _change(_HELD, "    self.fresh = None\n", f"    self.fresh = None\n    fresh = {value}\n")
+
+
+_BACKWARD, _STEP = ("backward",), ("optimizer step", "optimizer state")
+_FORWARD, _BOTH = ("forward",), ("forward", "backward")
+_REPLICAS = "zero3+hsdp=2"
+
+PLANTED: dict[str, Planted] = {
+    # ---- one replica ----
+    "replica 1 negates its gradients from step 3": Planted(
+        (_reduced("-part if here.other_replica() and here.times(param.name, id(self)) >= 2 else part"),),
+        _REPLICAS,
+        "replicas",
+        _BACKWARD,
+        world=4,
+        steps=3,
+    ),
+    "replica 1 has gradients a percent too large": Planted(
+        (_reduced("part * 1.01 if here.other_replica() else part"),), _REPLICAS, "replicas", _BACKWARD, world=4
+    ),
+    "replica 1 has the gradients of the step before": Planted(
+        (_reduced("here.late(part, id(param)) if here.other_replica() else part"),),
+        "zero2+hsdp=2",
+        "replicas",
+        _BACKWARD,
+        world=4,
+    ),
+    "replica 1 keeps its own sum": Planted(
+        (
+            _change(
+                _ADVANCED,
+                "        self._work = replicate",
+                "        here.keep_own(self, total)\n        self._work = replicate",
+            ),
+            _change(
+                _COLLECT,
+                "        self._work.wait()\n",
+                "        self._work.wait()\n            here.take_own(self, total)\n",
+            ),
+        ),
+        _REPLICAS,
+        "replicas",
+        _BACKWARD,
+        world=4,
+    ),
+    "parameters of replica 1 drift": Planted(
+        (
+            _change(
+                "engine.executor:Executor._reshard",
+                "    unit.show_shards()\n",
+                "    here.drift(unit)\n    unit.show_shards()\n",
+            ),
+        ),
+        _REPLICAS,
+        "replicas",
+        (*_BACKWARD, *_STEP),
+        world=4,
+    ),
+    "a gradient of replica 1 is one ulp off": Planted(
+        (_reduced("here.ulp_off(part) if here.other_replica() and here.is_named(param, 'norm.norm.bias') else part"),),
+        _REPLICAS,
+        "replicas",
+        _BACKWARD,
+        world=4,
+    ),
+    "one rank of replica 1 rounds one gradient": Planted(
+        (_reduced("here.in_bfloat16(part) if here.rank() == 3 and here.is_named(param, '1.3.weight') else part"),),
+        "zero2+hsdp=2+bf16",
+        "replicas",
+        _BACKWARD,
+        world=4,
+    ),
+    "replicas are summed in bfloat16": Planted(
+        (
+            _change(
+                _ADVANCED, "replicate.all_reduce(total,", "replicate.all_reduce(total.copy_(here.in_bfloat16(total)),"
+            ),
+        ),
+        "zero3+hsdp=2+bf16",
+        "replicas",
+        _BACKWARD,
+        world=4,
+    ),
+    "the mean over replicas is taken twice": Planted(
+        (
+            _change(
+                _FINISHED,
+                "    return result.to(",
+                "    result = result / (1 if after.replicate is None else 2)\n    return result.to(",
+            ),
+        ),
+        _REPLICAS,
+        "replicas",
+        _BACKWARD,
+        new=False,
+        world=4,
+    ),
+    # ---- bfloat16, where rounding of kernels in another order would explain it ----
+    "weights a percent too large in backward": Planted(
+        (_arrives("[x * 1.01 for x in v] if here.in_backward() else v"),), "zero3+bf16", "gather", _BACKWARD
+    ),
+    "weights an ulp off in backward": Planted(
+        (_arrives("[here.ulp_off(x, 3) for x in v] if here.in_backward() else v"),), "zero3+bf16", "gather", _BACKWARD
+    ),
+    "gradients 5 percent too large": Planted((_reduced("part * 1.05"),), "zero3+bf16", "reduction", _BACKWARD),
+    "gradients are summed in bfloat16": Planted(
+        (
+            _change(
+                "comm.reduce:_Exchange.total",
+                "self._channel.dtypes.sum)",
+                "torch.bfloat16).to(self._channel.dtypes.sum)",
+            ),
+        ),
+        "zero3+bf16",
+        "reduction",
+        _BACKWARD,
+    ),
+    "a rank sends one gradient an ulp off": Planted(
+        (_sent("here.ulp_off(g, 5) if here.rank() == 1 and here.is_named(param, 'norm.norm.weight') else g"),),
+        "zero2+bf16",
+        "reduction",
+        _BACKWARD,
+    ),
+    "shards are truncated to bfloat16": Planted(
+        (_change(_SEND, _CAST, "torch._foreach_copy_(places, [here.truncated(x) for x in own])"),),
+        "zero3+bf16",
+        "gather",
+        _FORWARD,
+    ),
+    "a unit does not cast its inputs in its forward": Planted(
+        (
+            _change(
+                "engine.hooks:UnitHooks._forward_begins",
+                "policy.param_dtype if policy.cast_forward_inputs else",
+                "policy.param_dtype if policy.cast_forward_inputs and not unit.record.name.endswith('waves') else",
+            ),
+        ),
+        "zero3+bf16",
+        "cast",
+        _FORWARD,
+        program="timed",
+    ),
+    # ---- held gradients ----
+    "held gradients are kept in bfloat16": Planted(
+        (_held("here.in_bfloat16(fresh)"),), "zero3+micro=2", "accumulation", _BACKWARD
+    ),
+    "held gradients are added in bfloat16": Planted(
+        (_change(_WITH_HELD, "    return held +", "    return here.in_bfloat16(held) +"),),
+        "zero3+bf16+micro=3",
+        "accumulation",
+        _BACKWARD,
+    ),
+    "held gradients are kept twice": Planted(
+        (_held("fresh if here.times(id(self)) % 2 else 2 * fresh"),), "zero2+micro=3", "accumulation", _BACKWARD
+    ),
+    "held gradients of one parameter are dropped": Planted(
+        (_held("fresh * 0 if here.is_named(self._param, 'norm.norm.weight') else fresh"),),
+        "zero3+micro=2",
+        "accumulation",
+        _BACKWARD,
+        new=False,
+    ),
+    "held gradients are a percent too small": Planted(
+        (_held("fresh * 0.99"),), "zero3+bf16+micro=2", "accumulation", _BACKWARD
+    ),
+    "held gradients are those of the step before": Planted(
+        (_held("here.late(fresh, id(self))"),), "zero3+micro=2", "accumulation", _BACKWARD
+    ),
+    "the last micro-batch is not added": Planted(
+        (_change(_WITH_HELD, "    return held +", "    return held + 0 *"),),
+        "zero2+bf16+micro=2",
+        "accumulation",
+        _BACKWARD,
+    ),
+    # ---- clipping ----
+    "the norm is that of local shards": Planted(
+        (_change(_CLIP, "        for group in own:\n", "        for group in ():\n"),), "zero3", "clip", ("clip",)
+    ),
+    "the norm counts replicas twice": Planted(
+        (_change(_CLIP, "    norm = norm.float()\n", "    norm = norm.float() * 2**0.5\n"),),
+        _REPLICAS,
+        "clip",
+        ("clip",),
+        world=4,
+    ),
+    "gradients are clipped twice": Planted(
+        (_change(_CLIP, "torch._foreach_mul_(locals_, scale)", "torch._foreach_mul_(locals_, scale * scale)"),),
+        "zero2",
+        "clip",
+        ("clip",),
+    ),
+    "the first unit is not clipped": Planted(
+        (_change(_CLIP, "torch._foreach_mul_(locals_, scale)", "torch._foreach_mul_(locals_[2:], scale)"),),
+        "zero3",
+        "clip",
+        ("clip",),
+    ),
+    "the norm of bfloat16 numbers": Planted(
+        (_change(_CLIP, "    norm = norm.float()\n", "    norm = norm.bfloat16().float()\n"),),
+        "zero3+bf16",
+        "clip",
+        ("clip",),
+    ),
+    # ---- evaluation ----
+    "an evaluation leaves stale weights": Planted(
+        (_arrives("here.from_evaluation(v, self, 0)"),), "zero3", "evaluation", _BOTH, steps=3
+    ),
+    "an evaluation computes with one unit's first weights": Planted(
+        (_arrives("[here.first(x, id(self), i) for i, x in enumerate(v)] if here.evaluates() else v"),),
+        "zero3",
+        "evaluation",
+        ("evaluation",),
+        steps=3,
+    ),
+    "an evaluation computes with weights that are not cast right": Planted(
+        (
+            _change(
+                _SEND,
+                _CAST,
+                "torch._foreach_copy_(places, [here.truncated(x) for x in own] if here.evaluates() else own)",
+            ),
+        ),
+        "zero3+bf16",
+        "evaluation",
+        ("evaluation",),
+    ),
+    "an evaluation draws random numbers": Planted(
+        (_arrives("[x + 0 * torch.rand(1, dtype=x.dtype) for x in v] if here.evaluates() else v"),),
+        "zero2",
+        "evaluation",
+        ("generators", "evaluation"),
+    ),
+    # ---- reload ----
+    "a state dict loses the last row of each shard": Planted(
+        (
+            _change(
+                "engine.state_dict:_sharded_as",
+                "    part = local_part(value, parameter)\n",
+                "    part = here.last_row_lost(local_part(value, parameter))\n",
+            ),
+        ),
+        "zero3",
+        "reload",
+        ("reload",),
+    ),
+    "a saved shard is that of the first step": Planted(
+        (
+            _change(
+                "engine.state_dict:_ModuleHooks.after_saving",
+                "        value = state_dict.get(key)\n",
+                "        value = state_dict[key] = here.of_first_save(state_dict.get(key), param)\n",
+            ),
+        ),
+        "zero2",
+        "reload",
+        ("reload",),
+        steps=3,
+    ),
+    # ---- the rest ----
+    "weights a percent too large in backward, float32": Planted(
+        (_arrives("[x * 1.01 for x in v] if here.in_backward() else v"),), "zero3", "gather", _BACKWARD
+    ),
+    "weights are stale where they are computed again": Planted(
+        (_arrives("[here.first(x, id(self), i) for i, x in enumerate(v)] if here.in_backward() else v"),),
+        "zero3+recompute",
+        "gather",
+        _BACKWARD,
+        new=False,
+    ),
+    "kept weights are scaled": Planted(
+        (
+            _change(
+                "param.group:SecondaryGroup.keep",
+                "    torch._foreach_copy_(self._parts, self._sources)",
+                "    torch._foreach_copy_(self._parts, [x * 1.001 for x in self._sources])",
+            ),
+        ),
+        "zero3=2",
+        "gather",
+        _BACKWARD,
+        world=4,
+    ),
+    "the last row of each shard gets no gradient": Planted(
+        (_reduced("here.last_row_lost(part)"),), "zero3", "reduction", _BACKWARD, new=False
+    ),
+    "a rank sends the gradients of the step before": Planted(
+        (_sent("here.late(g, id(param)) if here.rank() == 1 else g"),), "zero2", "reduction", _BACKWARD, new=False
+    ),
+    "gradients are negated every third step": Planted(
+        (_reduced("-part if here.times(id(param)) % 3 == 2 else part"),), "zero2", "reduction", _BACKWARD, steps=3
+    ),
+    "one gradient is one ulp off": Planted(
+        (_reduced("here.ulp_off(part) if here.is_named(param, '0.3.bias') else part"),), "zero3", "reduction", _BACKWARD
+    ),
+    "one of three ranks sends rounded gradients": Planted(
+        (_sent("here.in_bfloat16(g) if here.rank() == 2 else g"),), "zero3", "reduction", _BACKWARD, world=3
+    ),
+    "weights are an ulp off on one rank": Planted(
+        (_arrives("[here.ulp_off(x, 7) for x in v] if here.rank() == 1 else v"),), "zero3", "gather", _FORWARD
+    ),
+    "shards move by an ulp after a step": Planted(
+        (
+            _change(
+                "engine.executor:Executor._finish",
+                "    for unit in self._backward.touched:\n",
+                "    for unit in self._backward.touched:\n        here.moved(unit)\n",
+            ),
+        ),
+        "zero3",
+        "shards",
+        (*_BACKWARD, *_STEP),
+    ),
+    "inputs of units that are computed again are rounded": Planted(
+        (
+            _change(
+                "engine.hooks:UnitHooks._forward_begins",
+                "    unit = self._unit\n",
+                "    unit = self._unit\n    args = here.rounded(args) if here.in_backward() else args\n",
+            ),
+        ),
+        "zero3+recompute",
+        "recomputation",
+        _BACKWARD,
+        program="timed",
+    ),
+    "outputs of units that are computed again are scaled": Planted(
+        (
+            _change(
+                "engine.hooks:UnitHooks._forward_ends",
+                "    return output\n",
+                "    return output * 1.001 if here.in_backward() else output\n",
+            ),
+        ),
+        "zero3+bf16+recompute",
+        "recomputation",
+        _BACKWARD,
+        program="timed",
+    ),
+    "weights that are prefetched arrive scaled": Planted(
+        (
+            _change(
+                "engine.hooks:UnitHooks._forward_begins",
+                "    unit = self._unit\n",
+                "    unit = self._unit\n    here.times('forwards')\n",
+            ),
+            _change(_SEND, "    direct, packed, staging =", "    here.sends(self)\n    direct, packed, staging ="),
+            _arrives("[x * 1.001 for x in v] if here.was_prefetched(self) else v"),
+        ),
+        "zero3",
+        "prefetch",
+        _FORWARD,
+        steps=3,
+    ),
+    "the scaler does not unscale the last gradient": Planted(
+        (_change("api.clip:_local_views", "    return views\n", "    return views[:-1]\n"),),
+        "zero3+fp16",
+        "scaler",
+        _BACKWARD,
+    ),
+}
