@@ -9,9 +9,9 @@ import torch
 
 from fullshard.program import find_program
 from fullshard.verify.comparison import Comparison
+from fullshard.verify.processes import train
 from fullshard.verify.setting import Setting
 from fullshard.verify.strategy import parse_strategy
-from fullshard.verify.subject import _train
 
 ENTRY = "tests.harness.verified:program"
 
@@ -20,6 +20,6 @@ ENTRY = "tests.harness.verified:program"
 def test_training_is_equal(strategy: str, device: torch.device, tmp_path: Path) -> None:
     setting = Setting(ENTRY, "fullshard", parse_strategy(strategy), 1, 2, device.type)
     program = find_program(ENTRY)
-    _train(program, setting, device, tmp_path)
+    train(program, setting, device, tmp_path)
     result = Comparison(program, setting, tmp_path, device).run()
     assert result.verdict == "equal", result.difference

@@ -16,10 +16,11 @@ from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from fullshard.program import Program, find_program
-from fullshard.verify.comparison import Comparison, Result
+from fullshard.verify.comparison import Result
+from fullshard.verify.exercised import FullComparison
+from fullshard.verify.processes import train, train_elsewhere
 from fullshard.verify.setting import Setting
-from fullshard.verify.strategy import parse_strategy
-from fullshard.verify.subject import _train
+from fullshard.verify.strategy import Strategy, parse_strategy
 from tests.harness.installed import clear_sharding_cache
 from tests.harness.planted_faults import Planted, planted
 from tests.harness.pool import pool
@@ -277,15 +278,25 @@ def _record(rank: int, setting: Setting, folder: str, fault: SeededFault | Plant
     clear_sharding_cache()
     inside = nullcontext() if fault is None else planted(fault) if isinstance(fault, Planted) else seeded(fault)
     with inside:
-        _train(find_program(setting.entry), setting, torch.device("cpu"), Path(folder))
+        train(find_program(setting.entry), setting, torch.device("cpu"), Path(folder))
 
 
 def record(folder: Path, strategy: str, world: int = 2, fault: SeededFault | None = None, **options: Any) -> Setting:
     """Train on the pool and write the records to `folder`."""
     entry, library = options.get("entry", ENTRY), options.get("library", "fullshard")
-    setting = Setting(entry, library, parse_strategy(strategy), world, options.get("steps", 2), "cpu")
+    steps, exercises = options.get("steps", 2), options.get("exercises", ())
+    setting = Setting(entry, library, parse_strategy(strategy), world, steps, "cpu", exercises)
     pool(world).run(_record, setting, str(folder), fault)
+    if "another world" in setting.exercises:
+        pool(world + 1).run(_record_elsewhere, setting, str(folder), fault)
     return setting
+
+
+def _record_elsewhere(rank: int, setting: Setting, folder: str, fault: SeededFault | None) -> None:
+    setting = setting._replace(world=setting.world + 1, strategy=Strategy(), steps=0)
+    clear_sharding_cache()
+    with seeded(fault) if fault is not None else nullcontext():
+        train_elsewhere(find_program(setting.entry), setting, torch.device("cpu"), Path(folder))
 
 
 def record_planted(folder: Path, fault: Planted) -> Setting:
@@ -298,4 +309,4 @@ def record_planted(folder: Path, fault: Planted) -> Setting:
 
 def compare(folder: Path, setting: Setting) -> Result:
     """Compare the records in `folder`."""
-    return Comparison(find_program(setting.entry), setting, folder, torch.device("cpu")).run()
+    return FullComparison(find_program(setting.entry), setting, folder, torch.device("cpu")).run()

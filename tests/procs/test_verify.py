@@ -544,6 +544,7 @@ def test_a_signal_ends_the_command_with_a_line(steps: str, while_it: str, tmp_pa
     if while_it == "training":
         time.sleep(2)
     else:
+        assert "loading 6 checkpoint(s) on 3 processes" in process.stderr.readline()
         assert while_it in process.stderr.readline()
     process.send_signal(signal.SIGTERM)
     out, err = process.communicate(timeout=60)

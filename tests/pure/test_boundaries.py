@@ -42,7 +42,7 @@ ROOMS: dict[str, frozenset[str]] = {
     "migrate": frozenset(
         {"keys", "policy", "comm", "param", "engine", "api", "extras", "observe", "checkpoint", "program", "_torch"}
     ),
-    "verify": frozenset({"", "program", "rounding"}),
+    "verify": frozenset({"", "program", "rounding", "checkpoint"}),
     # Pure but for `facts`, which knows programs, and `tape`, which watches what torch dispatches.
     "plan": frozenset({"layout", "schedule", "program", "_torch"}),
     # `--from` reads what `fullshard migrate` reads.

@@ -50,6 +50,9 @@ def add_command(commands: Any) -> None:
     verify.add_argument("--strategies", nargs="+", metavar="STRATEGY", help="default: six of them")
     verify.add_argument("--nproc", type=int, default=2, metavar="N", help="processes (default: 2)")
     verify.add_argument("--steps", type=int, default=3, metavar="N", help="steps of each strategy (default: 3)")
+    verify.add_argument(
+        "--steps-only", action="store_true", help="leave out clipping, evaluation, loading and full_params"
+    )
     verify.add_argument("--against", choices=("torch",), help="verify torch's FSDP2 too, and compare with it")
     verify.add_argument("--device", default="cpu", help="cpu (default); cuda, one for each process; auto")
     verify.add_argument("--json", action="store_true", help="one JSON object on stdout")
@@ -79,6 +82,7 @@ def run(arguments: argparse.Namespace) -> int:
             steps=arguments.steps,
             libraries=("fullshard", "torch") if arguments.against else ("fullshard",),
             device=arguments.device,
+            steps_only=arguments.steps_only,
             tell=say,
         )
     except (ProgramError, ValueError) as error:

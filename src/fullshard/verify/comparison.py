@@ -29,6 +29,7 @@ from .causes import Causes, errors, largest
 from .reference import Expected, Reference, read_before, read_step
 from .setting import Setting
 from .subject import Step
+from .weights import Uses
 
 PHASES = ("initial values", "generators", "forward", "buffers", "backward", "optimizer step", "optimizer state")
 
@@ -74,6 +75,9 @@ class Result:
     same_bits: int = 0
     noise: float = 0.0
     notes: list[str] = field(default_factory=list)
+    # What was done beside steps; and by name why something was not.
+    exercised: tuple[str, ...] = ()
+    not_exercised: dict[str, str] = field(default_factory=dict)
     # With torch's FSDP2 as the reference: how many values of the first step were compared, and had the same bits.
     beside: tuple[int, int] | None = None
 
@@ -110,7 +114,7 @@ class Comparison:
         self.setting, self.folder = setting, folder
         self.reference = Reference(program, setting, device)
         self.tolerance = Tolerance.of(self.reference, setting)
-        self.result = Result(setting)
+        self.result = Result(setting, exercised=setting.exercises)
         self.causes = Causes(setting, self.reference)
         # Of the sharded training where the comparison is: the parameters, and the buffers of each rank.
         self.parameters, self.buffers = dict[str, Tensor](), list[dict[str, Tensor]]()
@@ -179,7 +183,8 @@ class Comparison:
         if step == 0:
             self._measure_noise(buffers)
         expected = reference.replay(batches, buffers, stepped_with)
-        self._note_losses(found, expected)
+        if step < self.setting.steps:
+            self._note_losses(found, expected)
         if step == 0 and reference.updated_again:
             names = sorted(reference.updated_again)
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
@@ -189,9 +194,12 @@ class Comparison:
             )
         yield self._generators(step, found, expected)
         forward = self._forward(step, found, expected, parameters, buffers)
-        yield [*self._uses(step, "forward", found, parameters), *forward]
+        yield [*self._uses(step, "forward", [record.uses for record in found], parameters), *forward]
         yield self._buffers(step, found, expected, buffers)
-        yield [*self._uses(step, "backward", found, parameters), *self._backward(step, found[0], expected)]
+        yield [
+            *self._uses(step, "backward", [record.uses for record in found], parameters),
+            *self._backward(step, found[0], expected),
+        ]
         yield self._updates(step, found[0], expected, parameters)
         yield self._state(step, found[0], expected)
         reference.resume(found[0])
@@ -233,25 +241,27 @@ class Comparison:
         return differences
 
     def _uses(
-        self, step: int, phase: str, found: list[Step], parameters: dict[str, Tensor]
+        self, step: int, phase: str, found: list[Uses], parameters: dict[str, Tensor], label: str = ""
     ) -> Sequence[Difference | None]:
-        """Of full parameters: each forward must compute with what the shards hold."""
+        """Of full parameters: each forward must compute with what the shards hold. `label`: of the phase, if it has
+        another."""
         differences: list[Difference | None] = []
         for rank, record in enumerate(found):
-            for used in record.uses.others:
+            for used in record.others:
                 if used.phase != phase:
                     continue
                 name, value, held = used.name, used.value, parameters[used.name]
+                where = label or phase
                 differences.append(
                     self._value(
-                        step, phase, name, value, held.to(value.dtype), 0.0, rank, partial(self.causes.of_use, name)
+                        step, where, name, value, held.to(value.dtype), 0.0, rank, partial(self.causes.of_use, name)
                     )
                     # Its values are those of the shards.
-                    or self._named(step, phase, name, f"the forward computed with it in {value.dtype}", rank)
+                    or self._named(step, where, name, f"the forward computed with it in {value.dtype}", rank)
                 )
             if phase == "forward":
-                self.result.compared += record.uses.looked - len(record.uses.others)
-                self.result.same_bits += record.uses.looked - len(record.uses.others)
+                self.result.compared += record.looked - len(record.others)
+                self.result.same_bits += record.looked - len(record.others)
         return differences
 
     def _forward(

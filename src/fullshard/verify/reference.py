@@ -24,9 +24,21 @@ from torch.utils.checkpoint import checkpoint
 
 from fullshard.program import Program, blocks_of, to_device
 
-from .setting import SCALE, SEED, Setting, batch_index, clean, named, seed_generators, seed_of, ties_of
+from .setting import (
+    SCALE,
+    SEED,
+    Setting,
+    batch_index,
+    clean,
+    evaluating,
+    named,
+    seed_generators,
+    seed_of,
+    ties_of,
+)
 from .strategy import norms_of
 from .subject import Before, Step, buffers_of, generators
+from .values import cast, floats_in
 
 
 class Expected(NamedTuple):
@@ -54,7 +66,10 @@ class Expected(NamedTuple):
 class Reference:
     """The plain model of a program. `replay(step)` in the order of the steps."""
 
-    def __init__(self, program: Program, setting: Setting, device: torch.device) -> None:
+    def __init__(
+        self, program: Program, setting: Setting, device: torch.device, output_dtype: torch.dtype | None = None
+    ) -> None:
+        """`output_dtype`: what the outputs of the whole model are cast to; None leaves them."""
         self.program, self.setting, self.device = program, setting, device
         self.computing, self.stepped = self._build(recompute=setting.strategy.recompute), self._build()
         self.ties = ties_of(self.computing)
@@ -70,6 +85,10 @@ class Reference:
         self.updated_again = set[str]()
         if setting.strategy.dtype is not None:
             self._compute_in(self.computing, setting.strategy.dtype)
+        # Of each forward, its data rank, and of each call of the model in it the floating outputs, where they are cast.
+        self.outputs: list[tuple[int, list[list[tuple[str, torch.dtype]]]]] = []
+        if output_dtype is not None:
+            self.computing.forward = self._casting_outputs(self.computing.forward, output_dtype)
 
     def _build(self, *, recompute: bool = False) -> nn.Module:
         seed_generators(SEED)
@@ -96,9 +115,17 @@ class Reference:
         def cast_first(*args: Any, **kwargs: Any) -> Any:
             if self._in_backward and not self._casts_again:
                 return forward(*args, **kwargs)
-            return forward(*_cast(args, dtype), **_cast(kwargs, dtype))
+            return forward(*cast(args, dtype), **cast(kwargs, dtype))
 
         return cast_first
+
+    def _casting_outputs(self, forward: Callable[..., Any], dtype: torch.dtype) -> Callable[..., Any]:
+        def cast_afterwards(*args: Any, **kwargs: Any) -> Any:
+            found = cast(forward(*args, **kwargs), dtype)
+            self.outputs[-1][1].append([(place, value.dtype) for place, value in floats_in(found)])
+            return found
+
+        return cast_afterwards
 
     @torch.no_grad()
     def load(self, parameters: dict[str, Tensor]) -> None:
@@ -132,6 +159,7 @@ class Reference:
     def forward(self, step: int, micro: int, rank: int) -> tuple[Tensor, dict[str, str], dict[str, Tensor | None]]:
         """One forward and backward of a data rank: the loss, the generators' states after it, and the gradients."""
         index = batch_index(self.setting, step, micro, rank)
+        self.outputs.append((rank, []))
         batch = to_device(self.program.batch(index), self.device)
         seed_generators(seed_of(index))
         loss = self.program.loss(self.computing, batch)
@@ -151,6 +179,21 @@ class Reference:
             scale = self.scale * self.setting.data_world
             parts[name] = None if gradient is None else gradient.detach().cpu().double() / scale
         return loss.detach().cpu(), state, parts
+
+    def evaluate(self, model: nn.Module, mode: str, rank: int) -> tuple[Tensor, dict[str, str], dict[str, Tensor]]:
+        """The loss of a data rank's first batch in a mode of `evaluating`, the generators' states after it, and the
+        buffers. `model`: `computing`, or `stepped`, which computes in the dtype of its parameters."""
+        index = batch_index(self.setting, 0, 0, rank)
+        batch = to_device(self.program.batch(index), self.device)
+        with evaluating(model, mode):
+            seed_generators(seed_of(index))
+            loss = self.program.loss(model, batch)
+        return loss.detach().cpu(), generators(self.device), buffers_of(model)
+
+    def restart(self, state: dict[str, Any], scale: float) -> None:
+        """As in another process, which loads the optimizer's state dict."""
+        self.optimizer, self.scale = self.program.optimizer(self.stepped.parameters()), scale
+        self.optimizer.load_state_dict(state)
 
     # ---- with a fault, to predict what it gives --------------------------------------------------------------
 
@@ -194,9 +237,9 @@ class Reference:
             self.computing, self._casts_again = sound, True
 
     @torch.no_grad()
-    def put_buffers(self, buffers: dict[str, Tensor]) -> None:
-        """Put recorded buffers into the model that computes."""
-        for name, buffer in self.computing.named_buffers():
+    def put_buffers(self, buffers: dict[str, Tensor], model: nn.Module | None = None) -> None:
+        """Put recorded buffers into the model that computes, or into `model`."""
+        for name, buffer in (model or self.computing).named_buffers():
             buffer.copy_(buffers[name])
 
     @torch.no_grad()
@@ -218,11 +261,3 @@ def read_before(folder: Path, rank: int) -> Before:
 
 def read_step(folder: Path, step: int, rank: int) -> Step:
     return Step(*torch.load(folder / f"step-{step}" / f"rank-{rank}.pt", weights_only=False))
-
-
-def _cast(value: Any, dtype: torch.dtype) -> Any:
-    if isinstance(value, Tensor):
-        return value.to(dtype) if value.is_floating_point() else value
-    if isinstance(value, dict):
-        return {key: _cast(item, dtype) for key, item in value.items()}
-    return type(value)(_cast(item, dtype) for item in value) if type(value) in (list, tuple) else value

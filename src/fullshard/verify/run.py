@@ -20,10 +20,13 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from fullshard.program import Program, ProgramError, find_program
 
+from .applicable import Applicable
 from .comparison import Comparison, Result
+from .exercised import FullComparison
+from .processes import Deed, run_rank, train, train_elsewhere
 from .setting import Setting, seed_generators
 from .strategy import Strategy, norms_of
-from .subject import run_rank, torch_has_overrides
+from .subject import torch_has_overrides
 
 
 def verify(
@@ -34,11 +37,13 @@ def verify(
     steps: int = 3,
     libraries: Sequence[str] = ("fullshard",),
     device: str = "cpu",
+    steps_only: bool = False,
     tell: Callable[[str], object] = lambda _: None,
 ) -> list[Result]:
     """Compare sharded training of the program `entry` with plain training; one result for each library and strategy.
 
     device: "cpu"; "auto" or a type such as "cuda": one device for each process.
+    steps_only: leave out what is done beside steps: clipping, evaluation, loading and the rest of `exercises.py`.
     world: processes, all on this machine; a multiple of the numbers after `hsdp` and `tp`.
     tell: called with a line of text at each stage.
 
@@ -48,7 +53,7 @@ def verify(
     `world`.
     """
     try:
-        return _results(entry, strategies, world, steps, libraries, device, tell)
+        return _results(entry, strategies, world, steps, libraries, device, steps_only, tell)
     except SignalException as error:  # torch's launcher raises it for as long as this process lives
         raise ProgramError(f"stopped by {signal.Signals(error.sigval).name}") from error
 
@@ -60,6 +65,7 @@ def _results(
     steps: int,
     libraries: Sequence[str],
     device: str,
+    steps_only: bool,
     tell: Callable[[str], object],
 ) -> list[Result]:
     device = _kind(device, world)
@@ -78,31 +84,65 @@ def _results(
             raise ProgramError("norms: expected a model with norms of torch, found none; leave the word out")
         if "torch" in libraries and not torch_has_overrides():
             raise ProgramError("norms: expected torch 2.15, whose FSDP2 has param_dtype_override_fn; leave torch out")
+    applicable = Applicable(program, _reference_device(device), _other_world(device, world))
+    reasons: list[dict[str, str]] = []
+    for i, setting in enumerate(settings if not steps_only else ()):
+        exercises, why = applicable.exercises(setting)
+        settings[i] = setting._replace(exercises=exercises)
+        reasons.append(why)
     results: list[Result] = []
     with_torch = {"fullshard", "torch"} <= {*libraries}
     compared: dict[tuple[str, Strategy], Comparison] = {}
     with tempfile.TemporaryDirectory(prefix="fullshard-verify-") as folder:
-        while len(results) < len(settings):
-            left = settings[len(results) :]
-            folders = [Path(folder, str(len(results) + i)) for i in range(len(left))]
-            for made in folders:
-                made.mkdir(exist_ok=True)
-            tell(f"training {len(left)} setting(s) on {world} processes")
-            ended = _launch(left, folders, Path(folder))
-            for setting, records in zip(left, folders, strict=True):
-                failed = sorted(records.glob("failed-*.txt"))
-                if failed or len(list(records.glob("done-*"))) < world:
-                    results.append(Result(setting, failure=_told(failed, ended)))
-                    break  # the processes ended there: the rest is started anew
-                tell(f"comparing {setting.name}")
-                comparison = Comparison(program, setting, records, _reference_device(device))
-                results.append(comparison.run())
-                if with_torch:
-                    compared[setting.library, setting.strategy] = comparison
+        jobs = {setting: Path(folder, str(i)) for i, setting in enumerate(settings)}
+        failures = _trained(jobs, world, train, Path(folder), tell)
+        elsewhere = {s: path for s, path in jobs.items() if "another world" in s.exercises and s not in failures}
+        if elsewhere:
+            assert applicable.ranks is not None
+            failures |= _trained(elsewhere, applicable.ranks, train_elsewhere, Path(folder), tell)
+        for i, (setting, records) in enumerate(jobs.items()):
+            if setting in failures:
+                results.append(Result(setting, failure=failures[setting]))
+                continue
+            tell(f"comparing {setting.name}")
+            comparison: Comparison = FullComparison(program, setting, records, _reference_device(device))
+            comparison.result.not_exercised = reasons[i] if reasons else {"all": "with --steps-only"}
+            results.append(comparison.run())
+            if with_torch:
+                compared[setting.library, setting.strategy] = comparison
         for (library, strategy), comparison in compared.items():
             if library == "fullshard" and (other := compared.get(("torch", strategy))) is not None:
                 comparison.take_beside(other.folder)
     return results
+
+
+def _trained(
+    jobs: dict[Setting, Path], world: int, deed: Deed, folder: Path, tell: Callable[[str], object]
+) -> dict[Setting, str]:
+    """Do `deed` for each setting, with its records in its folder; by setting, why it failed."""
+    left, failures, name = dict(jobs), dict[Setting, str](), deed.__name__
+    elsewhere = deed is train_elsewhere
+    while left:
+        for made in left.values():
+            made.mkdir(exist_ok=True)
+        doing = f"loading {len(left)} checkpoint(s)" if elsewhere else f"training {len(left)} setting(s)"
+        tell(f"{doing} on {world} processes")
+        settings = [s._replace(world=world, strategy=Strategy(), steps=0) if elsewhere else s for s in left]
+        ended = _launch(settings, [*left.values()], folder, deed)
+        for setting, records in tuple(left.items()):
+            del left[setting]
+            failed = sorted(records.glob(f"{name}-failed-*.txt"))
+            if failed or len(list(records.glob(f"{name}-done-*"))) < world:
+                failures[setting] = _told(failed, ended)
+                break  # the processes ended there: the rest is started anew
+    return failures
+
+
+def _other_world(device: str, world: int) -> int | None:
+    """How many processes load what `world` saved; None if there are not enough devices."""
+    if device == "cpu" or torch.accelerator.device_count() > world:
+        return world + 1
+    return world - 1 or None
 
 
 def _kind(device: str, world: int) -> str:
@@ -152,7 +192,7 @@ def _reference_device(device: str) -> torch.device:
     return torch.device(device, 0) if device != "cpu" else torch.device("cpu")
 
 
-def _launch(settings: list[Setting], folders: list[Path], folder: Path) -> str:
+def _launch(settings: list[Setting], folders: list[Path], folder: Path, deed: Deed) -> str:
     """Train all of them; how the first process ended that a signal killed, or ""."""
     world = settings[0].world
     for name in ("torch.distributed.elastic", "torch.multiprocessing"):
@@ -175,7 +215,7 @@ def _launch(settings: list[Setting], folders: list[Path], folder: Path) -> str:
         logs_specs=DefaultLogsSpecs(log_dir=str(folder)),
     )
     try:
-        elastic_launch(config, run_rank)(settings, [str(each) for each in folders], "numpy" in sys.modules)
+        elastic_launch(config, run_rank)(settings, [str(each) for each in folders], "numpy" in sys.modules, deed)
     except ChildFailedError as error:
         # SIGTERM is the agent's, for those that were left.
         killed = [(f.timestamp, rank, -f.exitcode) for rank, f in error.failures.items() if f.exitcode < 0]

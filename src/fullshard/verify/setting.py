@@ -5,10 +5,11 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from .strategy import Strategy
 
@@ -20,7 +21,8 @@ _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.
 
 
 class Setting(NamedTuple):
-    """One run. `library`: "fullshard", "torch" (its FSDP2), "fsdp1" or "ddp"."""
+    """One run. `library`: "fullshard", "torch" (its FSDP2), "fsdp1" or "ddp". `exercises`: what is done beside steps,
+    of `EXERCISES`."""
 
     entry: str
     library: str
@@ -28,6 +30,7 @@ class Setting(NamedTuple):
     world: int
     steps: int
     device: str
+    exercises: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
@@ -42,12 +45,21 @@ class Setting(NamedTuple):
         return rank // self.strategy.tensor
 
     @property
+    def output_dtype(self) -> torch.dtype:
+        """What the exercise of this name casts outputs to: a dtype in which the strategy does not compute."""
+        return torch.bfloat16 if self.strategy.dtype is None else torch.float32
+
+    @property
     def is_fsdp2(self) -> bool:
         return self.library in ("fullshard", "torch")
 
     @property
     def shards(self) -> int:
         return self.strategy.shards(self.world)
+
+
+# What is done beside steps: see exercises.py.
+EXERCISES = ("clipping", "evaluation", "state dicts", "checkpoint", "another world", "full_params", "output_dtype")
 
 
 def seed_of(index: int) -> int:
@@ -87,3 +99,23 @@ def ties_of(model: nn.Module) -> list[tuple[str, ...]]:
     for name, parameter in model.named_parameters(remove_duplicate=False):
         found.setdefault(id(parameter), []).append(clean(name))
     return sorted(tuple(names) for names in found.values() if len(names) > 1)
+
+
+@contextmanager
+def evaluating(model: nn.Module, mode: str) -> Iterator[None]:
+    """The model is in evaluation mode, under `torch.no_grad` or `torch.inference_mode`; "no_grad, training": with its
+    dropout and its updates of buffers."""
+    model.train(mode.endswith("training"))
+    try:
+        with torch.inference_mode() if mode == "inference_mode" else torch.no_grad():
+            yield
+    finally:
+        model.train()
+
+
+def written(value: Tensor) -> Tensor:
+    """What the exercise of full_params writes to a parameter: other values in each row, near to the old ones."""
+    if not value.is_floating_point():
+        return value
+    pattern = (1 + torch.arange(value.numel(), device=value.device) % 7).view(value.shape) / 64
+    return value + pattern.to(value.dtype)

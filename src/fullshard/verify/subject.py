@@ -1,9 +1,5 @@
 """Training of a sharded model, written down step by step so that `reference.py` can take each step again.
 
-    folder/0/            what was there before the first step; `rank-0.pt` also holds every full parameter
-    folder/step-0/       what one step used and made: losses, generators and buffers of each rank; full gradients,
-                         parameters and optimizer state by rank 0
-
 Nothing of it goes through the library that is verified but the training itself: full tensors are DTensor's own, and
 ranks write files instead of sending messages. For fullshard and for torch's FSDP2 alike.
 """
@@ -11,15 +7,12 @@ ranks write files instead of sending messages. For fullshard and for torch's FSD
 from __future__ import annotations
 
 import hashlib
-import importlib
-import os
 import random
 import sys
-import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -30,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
-from fullshard.program import OwnDtype, Program, blocks_of, find_program, to_device
+from fullshard.program import OwnDtype, Program, blocks_of, to_device
 
 from .setting import SCALE, SEED, Setting, batch_index, clean, named, seed_generators, seed_of, ties_of
 from .strategy import norms_of
@@ -63,7 +56,7 @@ class Step(NamedTuple):
 
 def buffers_of(model: nn.Module) -> dict[str, Tensor]:
     """Copies of the buffers on the host."""
-    return {clean(name): _host(buffer) for name, buffer in model.named_buffers()}
+    return {clean(name): host(buffer) for name, buffer in model.named_buffers()}
 
 
 def generators(device: torch.device) -> dict[str, str]:
@@ -78,61 +71,45 @@ def generators(device: torch.device) -> dict[str, str]:
     return {library: hashlib.blake2s(state).hexdigest() for library, state in found.items()}
 
 
-def run_rank(settings: list[Setting], folders: list[str], uses_numpy: bool) -> None:
-    """One rank of several sharded trainings, one after the other; writes their records. torchrun's environment names
-    the rank. `uses_numpy`: the program does, at the latest in its first forward."""
-    if uses_numpy:
-        importlib.import_module("numpy")  # to be seeded before that
-    kind = settings[0].device
-    device = torch.device("cpu")
-    if kind != "cpu":
-        device = torch.device(kind, int(os.environ["LOCAL_RANK"]))
-        torch.accelerator.set_device_index(device.index)
-    dist.init_process_group(dist.get_default_backend_for_device(device))
-    try:
-        for setting, folder in zip(settings, folders, strict=True):
-            try:
-                _train(find_program(setting.entry), setting, device, Path(folder))
-            except BaseException as error:
-                text = traceback.format_exc()
-                Path(folder, f"failed-{dist.get_rank()}.txt").write_text(f"{type(error).__name__}: {error}\n{text}")
-                raise
-            Path(folder, f"done-{dist.get_rank()}").touch()
-    finally:
-        dist.destroy_process_group()
-
-
-def _train(program: Program, setting: Setting, device: torch.device, folder: Path) -> None:
-    training, rank = Training(program, setting, device), dist.get_rank()
-    plain, held = training.trained.plain, training.trained.weights.held if rank == 0 else {}
-    _write(folder / "before", rank, Before(buffers_of(plain), ties_of(plain), held, _cuts(training.model)))
-    for step in range(setting.steps):
-        _write(folder / f"step-{step}", rank, training.step(step))
-
-
 class Training:
     """A sharded model of a program and its optimizer, which take steps."""
 
-    def __init__(self, program: Program, setting: Setting, device: torch.device) -> None:
+    def __init__(
+        self,
+        program: Program,
+        setting: Setting,
+        device: torch.device,
+        mesh: DeviceMesh | None = None,
+        output_dtype: torch.dtype | None = None,
+    ) -> None:
+        """`mesh`: that of another training with this setting. `output_dtype`: of the outputs of the whole model."""
         self.program, self.setting, self.device = program, setting, device
         strategy = setting.strategy
         seed_generators(SEED)
         model: Any = program.model().to(device)
         model.train()
         blocks = blocks_of(model) if strategy.recompute else []
-        mesh = _mesh(setting, device)
+        self.mesh = mesh = mesh or _mesh(setting, device)
         if strategy.tensor > 1:
             assert program.parallelize is not None
             program.parallelize(model, mesh["tp"])
         inner = mesh["replicate", "shard"] if strategy.replicas > 1 else mesh["shard"]
-        make = Sharded if setting.is_fsdp2 else former
-        self.trained: Any = make(program, model, setting, inner)
+        self.trained: Any = (
+            Sharded(program, model, setting, inner, output_dtype)
+            if setting.is_fsdp2
+            else former(program, model, setting, inner)
+        )
         for block in blocks:
             block.forward = partial(checkpoint, block.forward, use_reentrant=False)
         self.model = self.trained.model
         self.optimizer = program.optimizer(self.model.parameters())
         self.scaler = _scaler(setting, device)
         self.trained.weights.held = self.trained.parameters()
+
+    def before(self) -> Before:
+        """Collective."""
+        held = self.trained.weights.held if dist.get_rank() == 0 else {}
+        return Before(buffers_of(self.trained.plain), ties_of(self.trained.plain), held, _cuts(self.model))
 
     def batch(self, step: int, micro: int) -> tuple[int, Any]:
         """Its number, and the batch on the device."""
@@ -152,9 +129,9 @@ class Training:
                 loss = self.program.loss(self.model, batch)
                 weights.phase = "backward"
                 self.scaler.scale(loss / micros).backward()
-            losses.append(_host(loss))
+            losses.append(host(loss))
             states.append(generators(self.device))
-        uses = weights.take()
+        uses, buffers = weights.take(), buffers_of(trained.plain)
         self.scaler.unscale_(self.optimizer)
         gradients = trained.gradients()
         between()
@@ -163,7 +140,6 @@ class Training:
         weights.held = trained.parameters()
         state = trained.state(self.optimizer)
         made = (gradients, weights.held, state) if dist.get_rank() == 0 else ({}, {}, {})
-        buffers = buffers_of(trained.plain)
         self.optimizer.zero_grad()
         return Step(losses, states, buffers, uses, *made)
 
@@ -171,13 +147,20 @@ class Training:
 class Sharded:
     """A model that `fully_shard` of either library sharded, and what it is read by."""
 
-    def __init__(self, program: Program, model: Any, setting: Setting, mesh: DeviceMesh) -> None:
+    def __init__(
+        self,
+        program: Program,
+        model: Any,
+        setting: Setting,
+        mesh: DeviceMesh,
+        output_dtype: torch.dtype | None = None,
+    ) -> None:
         own = norms_of(model) if setting.strategy.norms else []
         kept = {p for module in own for p in module.parameters()}
         self.weights = Weights(setting.strategy.dtype, {name for name, p in named(model) if p in kept})
-        self.weights.watch(model, shard(program, model, setting, mesh))
+        self.weights.watch(model, shard(program, model, setting, mesh, output_dtype))
         self.model = self.plain = model
-        self._full = _full if dist.get_rank() == 0 else _taking_part
+        self._full = full if dist.get_rank() == 0 else _taking_part
 
     @contextmanager
     def window(self, *, last: bool) -> Iterator[None]:
@@ -187,7 +170,7 @@ class Sharded:
 
     def parameters(self) -> dict[str, Tensor]:
         """On every rank."""
-        return {name: _full(p) for name, p in named(self.model)}
+        return {name: full(p) for name, p in named(self.model)}
 
     def gradients(self) -> dict[str, Tensor | None]:
         return {name: None if p.grad is None else self._full(p.grad) for name, p in named(self.model)}
@@ -219,9 +202,11 @@ def former(program: Program, model: nn.Module, setting: Setting, mesh: DeviceMes
     return (Fsdp1 if setting.library == "fsdp1" else Replicated)(program, model, setting, mesh)
 
 
-def shard(program: Program, model: nn.Module, setting: Setting, mesh: DeviceMesh) -> list[nn.Module]:
+def shard(
+    program: Program, model: nn.Module, setting: Setting, mesh: DeviceMesh, output_dtype: torch.dtype | None = None
+) -> list[nn.Module]:
     """Apply the program's `shard` with `fully_shard` of the library, under the strategy's options; the modules that it
-    was called with, in order."""
+    was called with, in order. `output_dtype`: of `model` itself."""
     library: Any
     if setting.library == "torch":
         import torch.distributed.fsdp as library
@@ -238,6 +223,9 @@ def shard(program: Program, model: nn.Module, setting: Setting, mesh: DeviceMesh
 
     def fully_shard(module: Any, **given: Any) -> Any:
         units.extend([module] if isinstance(module, nn.Module) else module)
+        if output_dtype is not None and module is model:
+            policy = options.get("mp_policy", library.MixedPrecisionPolicy())
+            given = {**given, "mp_policy": replace(policy, output_dtype=output_dtype)}
         return library.fully_shard(module, **{**options, **given})
 
     program.shard(model, fully_shard)
@@ -273,21 +261,18 @@ def _scaler(setting: Setting, device: torch.device) -> torch.amp.GradScaler:
     return scaler
 
 
-def _host(tensor: Tensor) -> Tensor:
+def host(tensor: Tensor) -> Tensor:
+    """A copy on the host."""
     return tensor.detach().to("cpu", copy=True)
 
 
-def _full(value: Any) -> Any:
+def full(value: Any) -> Any:
+    """The whole of a DTensor, and of other tensors a copy, on the host. Collective."""
     if isinstance(value, DTensor):
-        return _host(value.full_tensor())
-    return _host(value) if isinstance(value, Tensor) else value
+        return host(value.full_tensor())
+    return host(value) if isinstance(value, Tensor) else value
 
 
 def _taking_part(value: Any) -> Any:
     if isinstance(value, DTensor):
         value.full_tensor()  # collective
-
-
-def _write(folder: Path, rank: int, record: NamedTuple) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    torch.save(tuple(record), folder / f"rank-{rank}.pt")
