@@ -35,10 +35,14 @@ PLACES = {
     "prefetch": "prefetch",
     "scaler": "the scaler",
     "shards": "the shards",
-    "clip": "clip",
+    "clip": "clipping",
     "evaluation": "evaluation",
-    "reload": "reload",
+    "reload": "loading",
 }
+
+
+# Of these, those that show beside steps alone.
+EXERCISED = ("clip", "evaluation", "reload")
 
 
 class Planted(NamedTuple):
@@ -358,7 +362,7 @@ PLANTED: dict[str, Planted] = {
     "shards are truncated to bfloat16": Planted(
         (_change(_SEND, _CAST, "torch._foreach_copy_(places, [here.truncated(x) for x in own])"),),
         "zero3+bf16",
-        "gather",
+        "cast",
         _FORWARD,
     ),
     "a unit does not cast its inputs in its forward": Planted(
@@ -408,32 +412,32 @@ PLANTED: dict[str, Planted] = {
     ),
     # ---- clipping ----
     "the norm is that of local shards": Planted(
-        (_change(_CLIP, "        for group in own:\n", "        for group in ():\n"),), "zero3", "clip", ("clip",)
+        (_change(_CLIP, "        for group in own:\n", "        for group in ():\n"),), "zero3", "clip", ("clipping",)
     ),
     "the norm counts replicas twice": Planted(
         (_change(_CLIP, "    norm = norm.float()\n", "    norm = norm.float() * 2**0.5\n"),),
         _REPLICAS,
         "clip",
-        ("clip",),
+        ("clipping",),
         world=4,
     ),
     "gradients are clipped twice": Planted(
         (_change(_CLIP, "torch._foreach_mul_(locals_, scale)", "torch._foreach_mul_(locals_, scale * scale)"),),
         "zero2",
         "clip",
-        ("clip",),
+        ("clipping",),
     ),
     "the first unit is not clipped": Planted(
         (_change(_CLIP, "torch._foreach_mul_(locals_, scale)", "torch._foreach_mul_(locals_[2:], scale)"),),
         "zero3",
         "clip",
-        ("clip",),
+        ("clipping",),
     ),
     "the norm of bfloat16 numbers": Planted(
         (_change(_CLIP, "    norm = norm.float()\n", "    norm = norm.bfloat16().float()\n"),),
         "zero3+bf16",
         "clip",
-        ("clip",),
+        ("clipping",),
     ),
     # ---- evaluation ----
     "an evaluation leaves stale weights": Planted(
@@ -475,7 +479,7 @@ PLANTED: dict[str, Planted] = {
         ),
         "zero3",
         "reload",
-        ("reload",),
+        ("state dicts", "checkpoint"),
     ),
     "a saved shard is that of the first step": Planted(
         (
@@ -487,7 +491,7 @@ PLANTED: dict[str, Planted] = {
         ),
         "zero2",
         "reload",
-        ("reload",),
+        ("state dicts", "checkpoint"),
         steps=3,
     ),
     # ---- the rest ----
@@ -557,12 +561,12 @@ PLANTED: dict[str, Planted] = {
         _BACKWARD,
         program="timed",
     ),
-    "outputs of units that are computed again are scaled": Planted(
+    "inputs of units that are computed again are a percent too large": Planted(
         (
             _change(
-                "engine.hooks:UnitHooks._forward_ends",
-                "    return output\n",
-                "    return output * 1.001 if here.in_backward() else output\n",
+                "engine.hooks:UnitHooks._forward_begins",
+                "    unit = self._unit\n",
+                "    unit = self._unit\n    args = tuple(a * 1.01 for a in args) if here.in_backward() else args\n",
             ),
         ),
         "zero3+bf16+recompute",

@@ -19,10 +19,10 @@ from fullshard.program import Program, find_program
 from fullshard.verify.comparison import Result
 from fullshard.verify.exercised import FullComparison
 from fullshard.verify.processes import train, train_elsewhere
-from fullshard.verify.setting import Setting
+from fullshard.verify.setting import EXERCISES, Setting
 from fullshard.verify.strategy import Strategy, parse_strategy
 from tests.harness.installed import clear_sharding_cache
-from tests.harness.planted_faults import Planted, planted
+from tests.harness.planted_faults import EXERCISED, Planted, planted
 from tests.harness.pool import pool
 from tests.harness.seeded_faults import RECEIVE, REDUCED, SENT_FRESH, TAKE, SeededFault, seeded
 
@@ -302,7 +302,8 @@ def _record_elsewhere(rank: int, setting: Setting, folder: str, fault: SeededFau
 def record_planted(folder: Path, fault: Planted) -> Setting:
     """Train on the pool with `fault`."""
     entry = f"tests.harness.verified:{fault.program}"
-    setting = Setting(entry, "fullshard", parse_strategy(fault.strategy), fault.world, fault.steps, "cpu")
+    exercises = tuple(name for name in EXERCISES if name != "another world") if fault.place in EXERCISED else ()
+    setting = Setting(entry, "fullshard", parse_strategy(fault.strategy), fault.world, fault.steps, "cpu", exercises)
     pool(fault.world).run(_record, setting, str(folder), fault)
     return setting
 

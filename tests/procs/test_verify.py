@@ -39,6 +39,7 @@ def test_sound_training_is_equal(strategy: str, tmp_path: Path) -> None:
     result = compare(tmp_path, record(tmp_path, strategy))
     assert result.verdict == "equal", result.difference
     assert result.compared > 100 and result.noise == 0
+    assert result.same_bits == result.compared
     # Each of the 12 places of parameters in each forward of its unit; blocks that are computed again are seen again.
     again = 8 if "recompute" in strategy else 0
     micro = result.setting.strategy.micro

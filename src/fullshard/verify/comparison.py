@@ -2,22 +2,25 @@
 
 A value is compared in this order:
 
+    the same bits                                  equal
+    where the same kernels run (kernels.py)        different
     within the rounding of the reduction alone     equal
     what a known fault would give, as exactly      different, with that cause
     within the rounding of forward and backward    equal: kernels may sum in another order
     anything else                                  different
 
-Expected and found are the same bits before a step, and the kernels are the same, so most values fall under the first;
-the third is wide in bfloat16, and the second finds there what it would hide.
+The last is wide in bfloat16. So it is used where kernels differ alone: beside tensor parallelism, on a device whose
+results differ from run to run, or where the plain model gives other bits in the processes of the training.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,12 +28,17 @@ from torch import Tensor
 from fullshard.program import Program
 from fullshard.rounding import rows_of, sums, terms_of, unit
 
+from . import arithmetic
 from .causes import Causes, errors, largest
+from .kernels import can_be_equal, elementwise, other_bits, same
 from .reference import Expected, Reference, read_before, read_step
+from .replicas import Held
 from .setting import Setting
 from .subject import Step
 from .weights import Uses
 
+# What is said of a shard that another rank holds with other bits.
+COPIES = "another rank holds this shard with other values"
 PHASES = ("initial values", "generators", "forward", "buffers", "backward", "optimizer step", "optimizer state")
 
 
@@ -54,9 +62,10 @@ class Difference:
         where = f"{self.name}[{', '.join(map(str, self.element))}]" if self.element else self.name
         on = "" if self.rank is None else f" (rank {self.rank})"
         more = f", and {self.others} more" if self.others else ""
+        bound = f"rounding explains {self.allowed:.2g}" if self.allowed else "equal bits are expected"
         return (
             f"step {self.step}, {self.phase}, {where}{on}: expected {self.expected:.9g}, found {self.found:.9g}, where "
-            f"rounding explains {self.allowed:.2g}{more}; likely cause: {self.cause}"
+            f"{bound}{more}; likely cause: {self.cause}"
         )
 
 
@@ -118,15 +127,26 @@ class Comparison:
         self.causes = Causes(setting, self.reference)
         # Of the sharded training where the comparison is: the parameters, and the buffers of each rank.
         self.parameters, self.buffers = dict[str, Tensor](), list[dict[str, Tensor]]()
+        # Of each data-parallel rank: see `kernels.control`.
+        self._controls = list[dict[str, int]]()
         # By name: what sizes the first step's gradients are sums of.
         self._sizes: dict[str, float] = {}
+        # Whether the same kernels compute on both sides, so that bits have to be equal; of forward and backward, and of
+        # the optimizer.
+        self.same_kernels = self.same_updates = can_be_equal(setting)
 
     def run(self) -> Result:
-        for phase in self._differences():
-            found = [difference for difference in phase if difference is not None]
-            if found:
-                self.result.difference = replace(found[0], others=len(found) - 1)
-                break
+        # Another number of threads cuts sums elsewhere.
+        threads = torch.get_num_threads()
+        torch.set_num_threads(read_before(self.folder, 0).threads or threads)
+        try:
+            for phase in self._differences():
+                found = [difference for difference in phase if difference is not None]
+                if found:
+                    self.result.difference = replace(found[0], others=len(found) - 1)
+                    break
+        finally:
+            torch.set_num_threads(threads)
         return self.result
 
     def take_beside(self, other: Path) -> None:
@@ -168,6 +188,7 @@ class Comparison:
             for name, value in record.buffers.items()
         ]
         self.parameters, self.buffers = before[0].parameters, [record.buffers for record in before]
+        self._controls = [record.control for record in before[:: setting.strategy.tensor]]
         for step in range(setting.steps):
             found = [read_step(self.folder, step, rank) for rank in range(setting.world)]
             yield from self._step(step, step, found, found[0].gradients)
@@ -182,7 +203,10 @@ class Comparison:
         self.causes.step, self.causes.buffers = batches, buffers
         if step == 0:
             self._measure_noise(buffers)
+        scale = reference.scale
         expected = reference.replay(batches, buffers, stepped_with)
+        if step == 0:
+            self._look_at_kernels(expected, stepped_with)
         if step < self.setting.steps:
             self._note_losses(found, expected)
         if step == 0 and reference.updated_again:
@@ -198,10 +222,16 @@ class Comparison:
         yield self._buffers(step, found, expected, buffers)
         yield [
             *self._uses(step, "backward", [record.uses for record in found], parameters),
-            *self._backward(step, found[0], expected),
+            *self._backward(step, found[0], expected, scale),
+            *self._copies(step, "backward", [record.gradients_apart for record in found], found[0].gradients),
         ]
-        yield self._updates(step, found[0], expected, parameters)
-        yield self._state(step, found[0], expected)
+        apart = [[one for one in record.stepped_apart if not one.key] for record in found]
+        yield [
+            *self._updates(step, found[0], expected, parameters),
+            *self._copies(step, "optimizer step", apart, found[0].parameters),
+        ]
+        apart = [[one for one in record.stepped_apart if one.key] for record in found]
+        yield [*self._state(step, found[0], expected), *self._copies(step, "optimizer state", apart, found[0].state)]
         reference.resume(found[0])
         self.causes.last = found[0], parameters
         self.parameters, self.buffers = found[0].parameters, [record.buffers for record in found]
@@ -284,7 +314,10 @@ class Comparison:
 
                 size = wanted.double().abs().max().item()
                 allowed = self.tolerance.computing * size, 0.0
-                differences.append(self._tested(step, "forward", name, loss, wanted, allowed, causes, rank))
+                exact = wanted if self.same_kernels else None
+                differences.append(
+                    self._tested(step, "forward", name, loss, wanted, allowed, causes, rank, exact=exact)
+                )
         return differences
 
     def _buffers(
@@ -300,11 +333,14 @@ class Comparison:
                     return "a stale buffer: the forward did not update it" if torch.equal(value, stale) else ""
 
                 allowed = self.tolerance.computing * size if wanted.is_floating_point() else 0.0
-                differences.append(self._tested(step, "buffers", name, value, wanted, (allowed, 0.0), causes, rank))
+                exact = wanted if self.same_kernels else None
+                differences.append(
+                    self._tested(step, "buffers", name, value, wanted, (allowed, 0.0), causes, rank, exact=exact)
+                )
         return differences
 
-    def _backward(self, step: int, found: Step, expected: Expected) -> Sequence[Difference | None]:
-        """The last parameters first: an error in backward spreads to those before."""
+    def _backward(self, step: int, found: Step, expected: Expected, scale: float) -> Sequence[Difference | None]:
+        """The last parameters first: an error in backward spreads to those before. `scale`: of the loss."""
         differences: list[Difference | None] = []
         for name, value in reversed(found.gradients.items()):
             wanted = expected.gradient(name)
@@ -324,10 +360,41 @@ class Comparison:
             def causes(value: Tensor, name: str = name, wanted: Tensor = wanted, exact: float = allowed[1]) -> str:
                 return self.causes.of_gradient(name, value.double(), wanted, expected, exact)
 
-            differences.append(self._tested(step, "backward", name, value, wanted, allowed, causes))
+            exact = self._in_order(name, expected, scale)
+            if self.same_kernels:  # what is left is the order of the reduction's sums
+                allowed = allowed[1], allowed[1]
+            differences.append(self._tested(step, "backward", name, value, wanted, allowed, causes, exact=exact))
             error = largest(value, wanted) / size if size else 0.0
             worst = self.result.errors.get(name, (0.0, 0.0))[0]
             self.result.errors[name] = max(error, worst), allowed[0] / size if size else 0.0
+        return differences
+
+    def _in_order(self, name: str, expected: Expected, scale: float) -> Tensor | None:
+        """The gradient in the arithmetic of the reduction; None where the order of its sums is not known."""
+        if not self.same_kernels or not arithmetic.order_is_known(self.setting):
+            return None
+        computed, stored = self.reference.dtypes(name)
+        parts = expected.raw(name, computed, scale * self.setting.data_world)
+        return arithmetic.mean(parts, self.setting, stored, scale)
+
+    def _copies(
+        self, step: int, phase: str, apart: Sequence[Sequence[Held]], whole: Mapping[str, Any]
+    ) -> Sequence[Difference | None]:
+        """Of shards that several ranks hold: those that are not what the first of these ranks holds. `whole`: what
+        that has, by name, or by name and key."""
+        differences: list[Difference | None] = []
+        for rank, held in enumerate(apart):
+            for one in reversed(held) if phase == "backward" else held:
+                name = f"{one.name}.{one.key}" if one.key else one.name
+                full = whole.get(one.name)
+                full = full.get(one.key) if one.key and full is not None else full
+                wanted = one.of(full) if isinstance(full, Tensor) else None
+                self.result.compared += 1
+                if wanted is None:
+                    differences.append(self._named(step, phase, name, COPIES, rank))
+                else:
+                    text = self._value(step, phase, name, one.value, wanted, 0.0, rank, lambda *_: COPIES, surely=True)
+                    differences.append(text)
         return differences
 
     def _updates(
@@ -341,7 +408,9 @@ class Comparison:
                 return self.causes.of_update(name, value, wanted, old)
 
             allowed = _update_allowed(value, wanted, old)
-            differences.append(self._tested(step, "optimizer step", name, value, wanted, (allowed, allowed), causes))
+            both = allowed, allowed
+            exact = wanted if self.same_updates else None
+            differences.append(self._tested(step, "optimizer step", name, value, wanted, both, causes, exact=exact))
         return differences
 
     def _state(self, step: int, found: Step, expected: Expected) -> Sequence[Difference | None]:
@@ -358,10 +427,11 @@ class Comparison:
                     size = max(value.double().abs().max().item(), wanted.double().abs().max().item())
                     allowed = 8 * unit(value.dtype) * size if value.is_floating_point() else 0.0
                     both = (allowed, allowed)
-                    found_one = self._tested(
-                        step, "optimizer state", f"{name}.{key}", value, wanted, both, lambda _: ""
+                    exact = wanted if self.same_updates else None
+                    where = f"{name}.{key}"
+                    differences.append(
+                        self._tested(step, "optimizer state", where, value, wanted, both, lambda _: "", exact=exact)
                     )
-                    differences.append(found_one)
         return differences
 
     # ---- values ----------------------------------------------------------------------------------------------
@@ -376,11 +446,20 @@ class Comparison:
         allowed: tuple[float | Tensor, float | Tensor],
         causes: Callable[[Tensor], str],
         rank: int | None = None,
+        *,
+        exact: Tensor | None = None,
     ) -> Difference | None:
-        """`allowed`: by the rounding of the whole computation, and by that of the reduction alone."""
+        """`allowed`: by the rounding of the whole computation, and by that of the reduction alone. `exact`: the bits
+        that are expected, if any are."""
         self.result.compared += 1
         if found.shape != expected.shape:
             return self._named(step, phase, name, f"shape {tuple(found.shape)}, expected {tuple(expected.shape)}", rank)
+        if exact is not None:
+            if same(found, exact):
+                self.result.same_bits += 1
+                return None
+            cause = causes(found)
+            return self._value(step, phase, name, found, exact, 0.0, rank, lambda *_: cause, surely=True)
         if torch.equal(found.to(expected.dtype), expected) or torch.equal(found, expected.to(found.dtype)):
             self.result.same_bits += 1
             return None
@@ -425,6 +504,29 @@ class Comparison:
 
     def _named(self, step: int, phase: str, name: str, cause: str, rank: int | None = None) -> Difference:
         return Difference(step, phase, name, rank, (), math.nan, math.nan, 0.0, cause)
+
+    # ---- kernels ---------------------------------------------------------------------------------------------
+
+    def _look_at_kernels(self, expected: Expected, gradients: dict[str, Tensor | None]) -> None:
+        """Whether equal bits are to be expected, by what the first step gives in plain torch (see kernels.py)."""
+        if not self.same_kernels:
+            return
+        if self.result.noise:
+            self.same_kernels = False
+        elif other := other_bits(self._controls, expected):
+            self.same_kernels = False
+            self.result.notes.append(
+                f"the plain model gives other bits in the processes of the training ({other}), so tolerances are those "
+                f"of the rounding of whole sums"
+            )
+        self.same_updates = elementwise(
+            self.reference.program,
+            {name: value for name, value in self.parameters.items() if name in self.reference.trainable},
+            gradients,
+            expected.parameters,
+            self.causes.cuts,
+            self.setting.shards,
+        )
 
     # ---- noise -----------------------------------------------------------------------------------------------
 

@@ -112,16 +112,18 @@ class FullComparison(Comparison):
                             name,
                             value,
                             after[name],
-                            (allowed, 0.0),
+                            (allowed, allowed),
                             lambda _, cause=cause: cause,  # type: ignore[misc]
                             rank,
+                            exact=after[name] if self.same_kernels else None,
                         )
                     )
             yield [*uses, *losses, *buffers]
 
     def _loss(self, phase: str, name: str, found: Tensor, wanted: Tensor, rank: int) -> Difference | None:
         allowed = self.tolerance.computing * wanted.double().abs().max().item(), 0.0
-        return self._tested(self.setting.steps, phase, name, found, wanted, allowed, lambda _: "", rank)
+        exact = wanted if self.same_kernels else None
+        return self._tested(self.setting.steps, phase, name, found, wanted, allowed, lambda _: "", rank, exact=exact)
 
     def _clipped(self, found: list[Clipped], gradients: dict[str, Tensor | None]) -> Sequence[Difference | None]:
         there = {name: g for name, g in gradients.items() if g is not None}
@@ -294,6 +296,7 @@ class FullComparison(Comparison):
         try:
             self.reference.load(parameters)
             steps = [record.step for record in records]
+            scale = self.reference.scale
             expected = self.reference.replay(0, self.causes.buffers, steps[0].gradients)
             outputs: list[Difference | None] = []
             for rank, record in enumerate(records):
@@ -314,7 +317,7 @@ class FullComparison(Comparison):
                     self._forward(step, steps, expected, parameters, self.causes.buffers),
                     self._buffers(step, steps, expected, self.causes.buffers),
                     self._uses(step, "backward", uses, parameters),
-                    self._backward(step, steps[0], expected),
+                    self._backward(step, steps[0], expected, scale),
                 ],
             )
         finally:

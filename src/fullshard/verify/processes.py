@@ -23,6 +23,7 @@ import torch.distributed as dist
 from fullshard.program import Program, find_program
 
 from .exercises import exercise, load_elsewhere
+from .kernels import control
 from .setting import Setting
 from .subject import Training
 
@@ -31,8 +32,10 @@ Deed = Callable[[Program, Setting, torch.device, Path], object]
 
 def train(program: Program, setting: Setting, device: torch.device, folder: Path) -> None:
     """One setting."""
-    training, rank = Training(program, setting, device), dist.get_rank()
-    write(folder / "before", rank, training.before())
+    rank = dist.get_rank()
+    of_plain_model = control(program, setting, device, setting.data_rank(rank))
+    training = Training(program, setting, device)
+    write(folder / "before", rank, training.before(of_plain_model))
     for step in range(setting.steps):
         write(folder / f"step-{step}", rank, training.step(step))
     if setting.exercises:

@@ -52,6 +52,10 @@ class Expected(NamedTuple):
     parameters: dict[str, Tensor]
     state: dict[str, dict[str, Any]]
 
+    def raw(self, name: str, dtype: torch.dtype, scale: float) -> list[list[Tensor | None]]:
+        """The parts of one parameter as autograd made them, in `dtype`; `scale`: of the loss, times the ranks."""
+        return [[None if (p := part[name]) is None else (p * scale).to(dtype) for part in row] for row in self.parts]
+
     def gradient(self, name: str) -> Tensor | None:
         """In float64."""
         found = [part for rank in self.parts for micro in rank if (part := micro[name]) is not None]
@@ -179,6 +183,11 @@ class Reference:
             scale = self.scale * self.setting.data_world
             parts[name] = None if gradient is None else gradient.detach().cpu().double() / scale
         return loss.detach().cpu(), state, parts
+
+    def dtypes(self, name: str) -> tuple[torch.dtype, torch.dtype]:
+        """In which the parameter computes, and is stored."""
+        models = dict(named(self.computing)), dict(named(self.stepped))
+        return models[0][name].dtype, models[1][name].dtype
 
     def evaluate(self, model: nn.Module, mode: str, rank: int) -> tuple[Tensor, dict[str, str], dict[str, Tensor]]:
         """The loss of a data rank's first batch in a mode of `evaluating`, the generators' states after it, and the

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import random
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -25,6 +25,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fullshard.program import OwnDtype, Program, blocks_of, to_device
 
+from .replicas import Copies, Held
 from .setting import SCALE, SEED, Setting, batch_index, clean, named, seed_generators, seed_of, ties_of
 from .strategy import norms_of
 from .weights import Uses, Weights
@@ -32,18 +33,21 @@ from .weights import Uses, Weights
 
 class Before(NamedTuple):
     """Of one rank before the first step. `ties`: names of parameters that are one. `cuts`: the dim along which
-    `fully_shard` cut each parameter."""
+    `fully_shard` cut each parameter. `threads`: that torch computes with. `control`: see kernels.py."""
 
     buffers: dict[str, Tensor]
     ties: list[tuple[str, ...]]
     parameters: dict[str, Tensor]
     cuts: dict[str, int]
+    threads: int = 0
+    control: dict[str, int] = {}
 
 
 class Step(NamedTuple):
     """Of one rank in one step. Of each micro-batch: the loss and digests of the generators' states afterwards.
-    `buffers`: after the step. `uses`: of full parameters. The rest: full tensors on rank 0, None of absent gradients;
-    empty elsewhere."""
+    `buffers`: after the step. `uses`: of full parameters. `gradients`, `parameters`, `state`: full tensors on rank 0,
+    None of absent gradients; empty elsewhere. `..._apart`: this rank's shards that are not what the first rank with a
+    copy of them holds."""
 
     losses: list[Tensor]
     generators: list[dict[str, str]]
@@ -52,6 +56,8 @@ class Step(NamedTuple):
     gradients: dict[str, Tensor | None]
     parameters: dict[str, Tensor]
     state: dict[str, dict[str, Any]]
+    gradients_apart: Sequence[Held] = ()
+    stepped_apart: Sequence[Held] = ()
 
 
 def buffers_of(model: nn.Module) -> dict[str, Tensor]:
@@ -105,11 +111,14 @@ class Training:
         self.optimizer = program.optimizer(self.model.parameters())
         self.scaler = _scaler(setting, device)
         self.trained.weights.held = self.trained.parameters()
+        # Of FSDP2; the shards of others are not tensors of one parameter.
+        self.copies = Copies(mesh, self.model, _cuts(self.model)) if setting.is_fsdp2 else None
 
-    def before(self) -> Before:
-        """Collective."""
+    def before(self, control: dict[str, int]) -> Before:
+        """Collective. `control`: see kernels.py."""
         held = self.trained.weights.held if dist.get_rank() == 0 else {}
-        return Before(buffers_of(self.trained.plain), ties_of(self.trained.plain), held, _cuts(self.model))
+        plain, threads = self.trained.plain, torch.get_num_threads()
+        return Before(buffers_of(plain), ties_of(plain), held, _cuts(self.model), threads, control)
 
     def batch(self, step: int, micro: int) -> tuple[int, Any]:
         """Its number, and the batch on the device."""
@@ -134,14 +143,17 @@ class Training:
         uses, buffers = weights.take(), buffers_of(trained.plain)
         self.scaler.unscale_(self.optimizer)
         gradients = trained.gradients()
+        gradients_apart = self.copies.gradients() if self.copies else ()
         between()
         self.scaler.step(self.optimizer)
         self.scaler.update()
         weights.held = trained.parameters()
         state = trained.state(self.optimizer)
         made = (gradients, weights.held, state) if dist.get_rank() == 0 else ({}, {}, {})
+        stepped_apart = self.copies.stepped(self.optimizer) if self.copies else ()
         self.optimizer.zero_grad()
-        return Step(losses, states, buffers, uses, *made)
+        found = Step(losses, states, buffers, uses, *made)
+        return found._replace(gradients_apart=gradients_apart, stepped_apart=stepped_apart)
 
 
 class Sharded:
