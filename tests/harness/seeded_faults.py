@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import sys
 import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -65,11 +66,22 @@ def seeded(fault: SeededFault) -> Iterator[None]:
     names = {**function.__globals__, "side": _side, "here": importlib.import_module(fault.helpers)}
     text = "from __future__ import annotations\n" + text.replace(fault.old, fault.new)
     exec(compile(text, fault.where, "exec"), names, made)
-    setattr(owner, name, made[name])
+    faulty = made[name]
+    setattr(owner, name, faulty)
+    _replace_elsewhere(sound, faulty)
     try:
         yield
     finally:
         setattr(owner, name, sound)
+        _replace_elsewhere(faulty, sound)
+
+
+def _replace_elsewhere(old: Any, new: Any) -> None:
+    """In the modules that import a function by name."""
+    for path, module in tuple(sys.modules.items()):
+        if path.partition(".")[0] == "fullshard":
+            for name in [name for name, value in vars(module).items() if value is old]:
+                setattr(module, name, new)
 
 
 def _side() -> torch.Stream:

@@ -176,6 +176,50 @@ def together() -> Program:
     return Program(Net, loss, batch, shard=shard)
 
 
+class TwoOutputs(Net):
+    """The hidden state beside the logits, as models of transformers return it."""
+
+    def forward(self, tokens: Tensor) -> Any:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(self.norm(x)), x
+
+
+def two_outputs() -> Program:
+    """Of two outputs the loss uses both."""
+
+    def both(model: nn.Module, tokens: Tensor) -> Tensor:
+        logits, hidden = model(tokens[:, :-1])
+        return nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()) + hidden.pow(2).mean()
+
+    return Program(TwoOutputs, both, batch)
+
+
+class Normed(nn.Module):
+    """A block with BatchNorm, whose statistics a forward updates."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up = nn.Linear(width, 2 * width)
+        self.norm = nn.BatchNorm1d(2 * width)
+        self.down = nn.Linear(2 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(nn.functional.gelu(self.norm(self.up(x).mT).mT))  # type: ignore[no-any-return]
+
+
+def batch_norms() -> Program:
+    """Buffers that blocks update, and update again where they are computed again."""
+
+    def build() -> nn.Module:
+        model = Net()
+        model.blocks = nn.ModuleList(Normed(16) for _ in range(2))
+        return model
+
+    return Program(build, loss, batch)
+
+
 def drawing() -> Program:
     """The loss depends on numbers of Python's and numpy's generators."""
     import numpy

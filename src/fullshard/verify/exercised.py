@@ -104,20 +104,11 @@ class FullComparison(Comparison):
                 for name, value in record.buffers.items():
                     size = after[name].double().abs().max().item() if after[name].numel() else 0.0
                     allowed = self.tolerance.computing * size if value.is_floating_point() else 0.0
-                    cause = f"the evaluation {when} ({mode}) left it so"
-                    buffers.append(
-                        self._tested(
-                            self.setting.steps,
-                            "evaluation",
-                            name,
-                            value,
-                            after[name],
-                            (allowed, allowed),
-                            lambda _, cause=cause: cause,  # type: ignore[misc]
-                            rank,
-                            exact=after[name] if self.same_kernels else None,
-                        )
-                    )
+                    where, limits = (self.setting.steps, "evaluation", name), (allowed, 0.0)
+                    exact = after[name] if self.same_kernels else None
+                    odd_one = self._tested(*where, value, after[name], limits, lambda _: "", rank, exact=exact)
+                    if odd_one is not None:
+                        buffers.append(replace(odd_one, cause=f"the evaluation {when} ({mode}) left it so"))
             yield [*uses, *losses, *buffers]
 
     def _loss(self, phase: str, name: str, found: Tensor, wanted: Tensor, rank: int) -> Difference | None:
@@ -263,7 +254,6 @@ class FullComparison(Comparison):
         phase, records = "full_params", _all([record.opened for record in found])
         yield self._names(phase, [record.names for record in records])
         yield self._others(phase, [r.read for r in records], "the full parameter is not what the shards hold")
-        yield self._others(phase, [r.on_rank0 for r in records], "the full parameter of rank 0 alone is another one")
         self.reference.load(parameters)
         losses: list[Difference | None] = []
         stored = self.setting._replace(strategy=replace(self.setting.strategy, precision=""))
@@ -280,6 +270,7 @@ class FullComparison(Comparison):
                 )
         yield losses
         yield self._others(phase, [r.dropped for r in records], "an edit without writeback reached the shards")
+        yield self._others(phase, [r.on_rank0 for r in records], "the full parameter of rank 0 alone is another one")
         kept = [record.kept for record in records]
         yield self._others(phase, kept, "an edit with writeback gave another value", parameters)
 
@@ -302,11 +293,11 @@ class FullComparison(Comparison):
             for rank, record in enumerate(records):
                 data_rank = self.setting.data_rank(rank)
                 wanted = [call for whose, calls in self.reference.outputs if whose == data_rank for call in calls]
-                odd = [p for ours, plain in zip(record.outputs, wanted, strict=False) for p in set(ours) ^ set(plain)]
-                if odd:
-                    place, is_of = min(odd, key=str)
-                    text = f"an output in {is_of}, expected floating outputs in {dtype}"
-                    outputs.append(self._named(self.setting.steps, phase, f"output{place}", text, rank))
+                for ours, plain in zip(record.outputs, wanted, strict=True):
+                    is_of, due = dict(ours), dict(plain)
+                    for place in [place for place in due | is_of if is_of.get(place) is not due.get(place)]:
+                        text = f"an output in {is_of.get(place)}, expected {due.get(place)}"
+                        outputs.append(self._named(self.setting.steps, phase, f"output{place}", text, rank))
             yield outputs
             uses = [step.uses for step in steps]
             step = self.setting.steps

@@ -159,7 +159,7 @@ def exercise(training: Training, folder: Path) -> Exercised:
                 torch.save(tuple(before), folder / "saved.pt")
     if {"clipping", "evaluation", "state dicts"} & set(asked):
         step = training.step(last, between)
-        evaluate("after a step that follows an evaluation", "no_grad", "no_grad, training")
+        evaluate("after a step that follows an evaluation", "inference_mode", "no_grad, training")
     if "state dicts" in asked:
         with during("state dicts"):
             training.model.load_state_dict(model_state)

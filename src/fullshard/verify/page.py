@@ -31,14 +31,27 @@ def table(results: Sequence[Result]) -> str:
         )
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    lines += _exercised(results)
     for result in results:
         lines += [f"{result.setting.strategy} ({result.setting.library}): {line}" for line in _texts(result)]
     return "\n".join(lines)
 
 
+def _exercised(results: Sequence[Result]) -> list[str]:
+    """A line for each set of exercises, with the settings that did them."""
+    found: dict[str, list[str]] = {}
+    for result in results:
+        if result.exercised and result.verdict == "equal":
+            found.setdefault(", ".join(result.exercised), []).append(f"{result.setting.strategy}")
+    return [
+        f"exercised beside steps, and equal: {what} ({', '.join(dict.fromkeys(who))})" for what, who in found.items()
+    ]
+
+
 def _texts(result: Result) -> list[str]:
     """What is said of it in sentences."""
     texts = [result.failure, str(result.difference) if result.difference else "", *result.notes]
+    texts += [f"not exercised: {name} ({why})" for name, why in result.not_exercised.items()]
     if result.beside is not None:
         compared, same = result.beside
         texts.append(
@@ -68,6 +81,8 @@ def as_json(entry: str, results: Sequence[Result]) -> dict[str, Any]:
                 "noise": result.noise,
                 "beside_torch": None if result.beside is None else dict(zip(_BESIDE, result.beside, strict=True)),
                 "notes": result.notes,
+                "exercised": list(result.exercised) if result.verdict == "equal" else [],
+                "not_exercised": result.not_exercised,
                 "losses": result.losses,
                 "reference_losses": result.reference_losses,
                 "gradient_errors": {name: {"error": e, "allowed": a} for name, (e, a) in result.errors.items()},
@@ -114,6 +129,8 @@ def page(entry: str, results: Sequence[Result]) -> str:
         parts.append(
             f"<h2>{html.escape(result.setting.name)}: <span class={result.verdict}>{result.verdict}</span></h2>"
         )
+        if result.exercised and result.verdict == "equal":
+            parts.append(f"<p>Exercised beside steps, and equal: {html.escape(', '.join(result.exercised))}.</p>")
         parts += [f"<p>{html.escape(text)}</p>" for text in _texts(result)]
         if result.losses:
             parts.append(_figure(_losses(result), "Mean loss of each step: sharded (dots) over plain (line)."))
