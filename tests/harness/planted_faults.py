@@ -143,12 +143,11 @@ def last_row_lost(part: Tensor) -> Tensor:
     return part
 
 
-def from_evaluation(views: list[Tensor], owner: Any, step: int) -> list[Tensor]:
-    """What the evaluation after `step` gathered is used from then on."""
-    if not torch.is_grad_enabled() and not in_backward() and times("evaluation", id(owner)) == step:
+def from_evaluation(views: list[Tensor], owner: Any) -> list[Tensor]:
+    """What the first evaluation gathered is used from then on."""
+    if evaluates() and ("evaluation", id(owner)) not in _kept:
         _kept["evaluation", id(owner)] = [view.clone() for view in views]
-    found = _kept.get(("evaluation", id(owner)))
-    return views if found is None or not (torch.is_grad_enabled() or in_backward()) else found
+    return _kept.get(("evaluation", id(owner)), views)  # type: ignore[no-any-return]
 
 
 def evaluates() -> bool:
@@ -189,12 +188,11 @@ def moved(unit: Any) -> None:
     local.copy_(ulp_off(local))
 
 
-def of_first_save(value: Any, param: Any) -> Any:
-    """The shard as it was when a state dict was taken first."""
+def saved_rounded(value: Any) -> Any:
     if isinstance(value, DTensor):
         value = value.clone()
         local = value.to_local()
-        local.copy_(first(local, "saved", id(param)))
+        local.copy_(in_bfloat16(local))
     return value
 
 
@@ -441,7 +439,7 @@ PLANTED: dict[str, Planted] = {
     ),
     # ---- evaluation ----
     "an evaluation leaves stale weights": Planted(
-        (_arrives("here.from_evaluation(v, self, 0)"),), "zero3", "evaluation", _BOTH, steps=3
+        (_arrives("here.from_evaluation(v, self)"),), "zero3", "evaluation", _BOTH, steps=3
     ),
     "an evaluation computes with one unit's first weights": Planted(
         (_arrives("[here.first(x, id(self), i) for i, x in enumerate(v)] if here.evaluates() else v"),),
@@ -481,12 +479,12 @@ PLANTED: dict[str, Planted] = {
         "reload",
         ("state dicts", "checkpoint"),
     ),
-    "a saved shard is that of the first step": Planted(
+    "a state dict has rounded values": Planted(
         (
             _change(
                 "engine.state_dict:_ModuleHooks.after_saving",
                 "        value = state_dict.get(key)\n",
-                "        value = state_dict[key] = here.of_first_save(state_dict.get(key), param)\n",
+                "        value = state_dict[key] = here.saved_rounded(state_dict.get(key))\n",
             ),
         ),
         "zero2",
