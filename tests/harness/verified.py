@@ -16,11 +16,13 @@ from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from fullshard.program import Program, find_program
-from fullshard.verify.comparison import Result
+from fullshard.verify.comparison import Difference, Result
 from fullshard.verify.exercised import FullComparison
+from fullshard.verify.experiments import Experiments
 from fullshard.verify.processes import train, train_elsewhere
 from fullshard.verify.setting import EXERCISES, Setting
 from fullshard.verify.strategy import Strategy, parse_strategy
+from tests.harness.errors import RanksFailed
 from tests.harness.installed import clear_sharding_cache
 from tests.harness.planted_faults import EXERCISED, Planted, planted
 from tests.harness.pool import pool
@@ -350,6 +352,24 @@ def record_planted(folder: Path, fault: Planted) -> Setting:
     setting = Setting(entry, "fullshard", parse_strategy(fault.strategy), fault.world, fault.steps, "cpu", exercises)
     pool(fault.world).run(_record, setting, str(folder), fault)
     return setting
+
+
+def explain(result: Result, fault: SeededFault | Planted | None = None) -> Difference | None:
+    """The difference of `result`, with the cause that experiments on the pool find."""
+
+    def train(jobs: dict[Setting, Path]) -> dict[Setting, str]:
+        failures = {}
+        for setting, folder in jobs.items():
+            try:
+                pool(setting.world).run(_record, setting, str(folder), fault)
+            except RanksFailed as error:
+                failures[setting] = str(error)
+        return failures
+
+    if result.difference is None:
+        return None
+    program = find_program(result.setting.entry)
+    return Experiments(program, result.setting, torch.device("cpu"), train).explained(result.difference)
 
 
 def compare(folder: Path, setting: Setting) -> Result:

@@ -127,6 +127,9 @@ class Comparison:
         self.causes = Causes(setting, self.reference)
         # Of the sharded training where the comparison is: the parameters, and the buffers of each rank.
         self.parameters, self.buffers = dict[str, Tensor](), list[dict[str, Tensor]]()
+        # Of the step where the comparison is: its number, the records of all ranks, what they must give, and the scale
+        # of the loss.
+        self.latest: tuple[int, list[Step], Expected, float] | None = None
         # Of each data-parallel rank: see `kernels.control`.
         self._controls = list[dict[str, int]]()
         # By name: what sizes the first step's gradients are sums of.
@@ -205,6 +208,7 @@ class Comparison:
             self._measure_noise(buffers)
         scale = reference.scale
         expected = reference.replay(batches, buffers, stepped_with)
+        self.latest = step, found, expected, scale
         if step == 0:
             self._look_at_kernels(expected, stepped_with)
         if step < self.setting.steps:

@@ -278,6 +278,8 @@ class FullComparison(Comparison):
 
     def _cast(self, found: list[Exercised], parameters: dict[str, Tensor]) -> Differences:
         records, phase, dtype = _all([record.cast for record in found]), "output_dtype", self.setting.output_dtype
+        text = "loaded from a full tensor, it has another value"
+        yield self._others("state dicts", [record.loaded for record in records], text)
         sound = self.reference, self.causes, self.tolerance
         self.reference = Reference(self.reference.program, self.setting, self.reference.device, dtype)
         self.causes = Causes(self.setting, self.reference)

@@ -94,8 +94,10 @@ class Opened(NamedTuple):
 
 
 class Cast(NamedTuple):
-    """A step of one rank. `outputs`: of each floating output of the model, its place and dtype; of each call."""
+    """A step of one rank. `loaded`: parameters from full tensors: how many, and those that differ. `outputs`: of each
+    floating output of the model, its place and dtype; of each call."""
 
+    loaded: tuple[int, list[Other]]
     buffers: dict[str, Tensor]
     outputs: list[list[tuple[str, torch.dtype]]]
     step: Step
@@ -348,9 +350,11 @@ def _cast(training: Training) -> Cast:
     new.model.load_state_dict(state)
     fullshard.sync_module_states(new.model, buffers_only=True)  # a first step refuses others
     new.trained.weights.held = new.trained.parameters()
+    held = new.trained.weights.held
+    taken = differing(held, {clean(name): full(value) for name, value in state.items() if clean(name) in held})
     buffers, outputs = _buffers(new), list[list[tuple[str, torch.dtype]]]()
     _watch_outputs(new.model, outputs)
-    return Cast(buffers, outputs, new.step(0))
+    return Cast(taken, buffers, outputs, new.step(0))
 
 
 def _watch_outputs(model: nn.Module, outputs: list[list[tuple[str, torch.dtype]]]) -> None:

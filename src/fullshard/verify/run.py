@@ -23,6 +23,7 @@ from fullshard.program import Program, ProgramError, find_program
 from .applicable import Applicable
 from .comparison import Comparison, Result
 from .exercised import FullComparison
+from .experiments import Experiments
 from .processes import Deed, run_rank, train, train_elsewhere
 from .setting import Setting, seed_generators
 from .strategy import Strategy, norms_of
@@ -100,6 +101,14 @@ def _results(
         if elsewhere:
             assert applicable.ranks is not None
             failures |= _trained(elsewhere, applicable.ranks, train_elsewhere, Path(folder), tell)
+
+        def again(jobs: dict[Setting, Path]) -> dict[Setting, str]:
+            failed: dict[Setting, str] = {}
+            for world in {setting.world: None for setting in jobs}:
+                alike = {setting: path for setting, path in jobs.items() if setting.world == world}
+                failed |= _trained(alike, world, train, Path(folder), lambda _: None)
+            return failed
+
         for i, (setting, records) in enumerate(jobs.items()):
             if setting in failures:
                 results.append(Result(setting, failure=failures[setting]))
@@ -107,7 +116,12 @@ def _results(
             tell(f"comparing {setting.name}")
             comparison: Comparison = FullComparison(program, setting, records, _reference_device(device))
             comparison.result.not_exercised = reasons[i] if reasons else {"all": "with --steps-only"}
-            results.append(comparison.run())
+            result = comparison.run()
+            if result.difference is not None:
+                tell("training it again with one thing changed at a time, for the cause")
+                experiments = Experiments(program, setting, _reference_device(device), again)
+                result.difference = experiments.explained(result.difference)
+            results.append(result)
             if with_torch:
                 compared[setting.library, setting.strategy] = comparison
         for (library, strategy), comparison in compared.items():

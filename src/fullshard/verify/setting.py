@@ -22,7 +22,8 @@ _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.
 
 class Setting(NamedTuple):
     """One run. `library`: "fullshard", "torch" (its FSDP2), "fsdp1" or "ddp". `exercises`: what is done beside steps,
-    of `EXERCISES`."""
+    of `EXERCISES`. `watched`: record what each rank's backward made, too; `prefetch`: as the library does by itself, or
+    none: see experiments.py."""
 
     entry: str
     library: str
@@ -31,6 +32,8 @@ class Setting(NamedTuple):
     steps: int
     device: str
     exercises: tuple[str, ...] = ()
+    watched: bool = False
+    prefetch: bool = True
 
     @property
     def name(self) -> str:

@@ -43,6 +43,17 @@ class Before(NamedTuple):
     control: dict[str, int] = {}
 
 
+class Watched(NamedTuple):
+    """Of one rank in one step. `gradients`: of each micro-batch, as autograd made them; `scaled`: after the reduction,
+    before a scaler divided them, full on rank 0; `moved`: parameters whose shards changed before the optimizer
+    stepped; `torn`: those that were several tensors in one backward."""
+
+    gradients: list[dict[str, Tensor]]
+    scaled: dict[str, Tensor | None]
+    moved: list[str]
+    torn: list[str]
+
+
 class Step(NamedTuple):
     """Of one rank in one step. Of each micro-batch: the loss and digests of the generators' states afterwards.
     `buffers`: after the step. `uses`: of full parameters. `gradients`, `parameters`, `state`: full tensors on rank 0,
@@ -58,6 +69,7 @@ class Step(NamedTuple):
     state: dict[str, dict[str, Any]]
     gradients_apart: Sequence[Held] = ()
     stepped_apart: Sequence[Held] = ()
+    watched: Watched | None = None
 
 
 def buffers_of(model: nn.Module) -> dict[str, Tensor]:
@@ -112,6 +124,10 @@ class Training:
         self.scaler = _scaler(setting, device)
         self.trained.weights.held = self.trained.parameters()
         # Of FSDP2; the shards of others are not tensors of one parameter.
+        if setting.watched:
+            self.trained.weights.gradients = []
+        if not setting.prefetch:
+            self.model.set_memory_budget(prefetch=0)
         self.copies = Copies(mesh, self.model, _cuts(self.model)) if setting.is_fsdp2 else None
 
     def before(self, control: dict[str, int]) -> Before:
@@ -130,10 +146,15 @@ class Training:
         gradients in place."""
         trained, weights, micros = self.trained, self.trained.weights, self.setting.strategy.micro
         losses, states = [], []
+        held = _locals(self.model) if self.setting.watched else {}
+        if self.setting.watched:
+            weights.gradients = []
         for micro in range(micros):
             index, batch = self.batch(step, micro)
             with trained.window(last=micro == micros - 1):
                 seed_generators(seed_of(index))
+                if weights.gradients is not None:
+                    weights.gradients.append({})
                 weights.phase = "forward"
                 loss = self.program.loss(self.model, batch)
                 weights.phase = "backward"
@@ -141,10 +162,13 @@ class Training:
             losses.append(host(loss))
             states.append(generators(self.device))
         uses, buffers = weights.take(), buffers_of(trained.plain)
+        scaled = trained.gradients() if self.setting.watched else {}
         self.scaler.unscale_(self.optimizer)
         gradients = trained.gradients()
         gradients_apart = self.copies.gradients() if self.copies else ()
         between()
+        now = _locals(self.model) if self.setting.watched else {}
+        moved = [name for name, value in now.items() if not torch.equal(value, held[name])]
         self.scaler.step(self.optimizer)
         self.scaler.update()
         weights.held = trained.parameters()
@@ -153,7 +177,8 @@ class Training:
         stepped_apart = self.copies.stepped(self.optimizer) if self.copies else ()
         self.optimizer.zero_grad()
         found = Step(losses, states, buffers, uses, *made)
-        return found._replace(gradients_apart=gradients_apart, stepped_apart=stepped_apart)
+        watched = Watched(weights.gradients or [], scaled, moved, weights.torn()) if self.setting.watched else None
+        return found._replace(gradients_apart=gradients_apart, stepped_apart=stepped_apart, watched=watched)
 
 
 class Sharded:
@@ -193,6 +218,11 @@ class Sharded:
             for name, p in named(self.model)
             if p in optimizer.state
         }
+
+
+def _locals(model: nn.Module) -> dict[str, Tensor]:
+    """Copies of this rank's shards."""
+    return {name: host(p.to_local() if isinstance(p, DTensor) else p) for name, p in named(model)}
 
 
 def _cuts(model: nn.Module) -> dict[str, int]:

@@ -7,12 +7,13 @@ computed again in backward. `forward` is wrapped, so no hook comes between those
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from functools import wraps
+from functools import partial, wraps
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from .setting import named
 
@@ -45,6 +46,10 @@ class Weights:
         # The modules of each unit whose parameters are its own, and the names of these.
         self._places: dict[nn.Module, list[tuple[nn.Module, dict[str, str]]]] = {}
         self._count, self._others = 0, dict[tuple[str, str], Used]()
+        # Of each micro-batch, the gradients of this rank by name, before any reduction; None: they are not kept.
+        self.gradients: list[dict[str, Tensor]] | None = None
+        self._hooked: Any = WeakIdKeyDictionary()
+        self._tensors = dict[str, set[int]]()
 
     def watch(self, model: nn.Module, units: list[nn.Module]) -> None:
         """Look whenever one of `units` (inner ones first) runs its forward."""
@@ -84,6 +89,23 @@ class Weights:
                 if not self._is_held(value, self.held[name], self._dtype_of(name)):
                     copy = value.detach().to("cpu", copy=True)
                     self._others.setdefault((self.phase, name), Used(self.phase, name, copy))
+                if self.gradients is not None and found[key].requires_grad and found[key] not in self._hooked:
+                    self._hooked[found[key]] = name
+                    found[key].register_hook(partial(self._came, unit, name, id(found[key])))
+
+    def torn(self) -> list[str]:
+        """The parameters that were several tensors since the last call; of those whose gradients are kept."""
+        found = sorted(name for name, tensors in self._tensors.items() if len(tensors) > 1)
+        self._tensors.clear()
+        return found
+
+    def _came(self, unit: nn.Module, name: str, tensor: int, gradient: Tensor) -> None:
+        """`gradient` of a full parameter was computed, by weights that are still there."""
+        if self.gradients:
+            self._tensors.setdefault(name, set()).add(tensor)
+            here, copy = self.gradients[-1], gradient.detach().to("cpu", copy=True)
+            here[name] = here[name] + copy if name in here else copy
+            self.look(unit)
 
     def _dtype_of(self, name: str) -> torch.dtype | None:
         return None if name in self._kept else self._dtype
