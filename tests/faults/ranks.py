@@ -19,7 +19,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
@@ -235,6 +235,7 @@ def _rank_main(
                 # As the interpreter does with what nobody caught.
                 sys.last_value = raised
                 sys.excepthook(type(raised), raised, raised.__traceback__)
+                error = replace(error, text=Caught.of(raised).text)  # with what that noted
     report = Report(rank, "raised" if error else "done", error, told.caught, told.state)
     report.warned = [*(str(warning.message) for warning in warned), *logged]
     conn.send_bytes(pickle.dumps(report))

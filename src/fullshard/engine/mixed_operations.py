@@ -18,10 +18,9 @@ from torch.optim import Optimizer
 from .._torch.dtensor import MIXED
 from ..param import Owner
 from ..schedule import Full
-from .names_elsewhere import names_elsewhere, parameter_of
+from .names_elsewhere import all_modules, names_elsewhere, parameter_of
 from .optimizer_steps import dotted_name, first_few
-from .root import module_units
-from .unit import Unit
+from .unit import Unit, unit_of
 
 _OURS = "fullshard: "
 # Functions of torch that clip, and those that others call them by.
@@ -49,8 +48,7 @@ def note_mixed(error: BaseException) -> None:
             f"not. {_cure(frames)}"
         )
         return
-    modules = [value for frame in frames for value in frame.f_locals.values() if isinstance(value, nn.Module)]
-    units = dict.fromkeys(unit for module in dict.fromkeys(modules) for unit in module_units(module))
+    units = dict.fromkeys(unit for module in all_modules() if (unit := unit_of(module)) is not None)
     read = list(dict.fromkeys(_read(frames, list(units))))
     if read:
         error.add_note(_of_read(f"read were probably {first_few(read)}"))
@@ -83,11 +81,21 @@ def _read(frames: Sequence[FrameType], units: Sequence[Unit]) -> Iterator[str]:
     for unit in units:
         for param in unit.params if unit.record.full is not Full.FULL else ():
             name = dotted_name(unit, param.name)
-            for frame in reversed(frames):
-                held = any(value is param.sharded for value in frame.f_locals.values())
-                if held or set(name.split(".")[-2:]) <= {*frame.f_code.co_names}:
-                    yield f"{name} of unit {unit.record.name}"
-                    break
+            if any(_names(frame, param.sharded, name.split(".")[-2:]) for frame in reversed(frames)):
+                yield f"{name} of unit {unit.record.name}"
+
+
+def _names(frame: FrameType, sharded: Tensor, path: Sequence[str]) -> bool:
+    """Whether the frame holds the parameter, reads it of a module that it holds, or names its module and itself."""
+    attributes = {*frame.f_code.co_names}
+    for value in frame.f_locals.values():
+        if value is sharded:
+            return True
+        if isinstance(value, nn.Module) and path[-1] in attributes:
+            own = vars(value).get("_parameters", {}).get(path[-1])
+            if own is sharded:
+                return True
+    return {*path} <= attributes
 
 
 def _together(frame: FrameType) -> tuple[Owner, Tensor] | None:

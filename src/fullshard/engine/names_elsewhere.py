@@ -15,7 +15,7 @@ def names_elsewhere(parameters: Iterable[Tensor]) -> dict[int, str]:
     outermost module which has it. Its shape, if none has it. Looks through all objects of the process."""
     wanted = {id(parameter): f"a parameter of shape {tuple(parameter.shape)}" for parameter in parameters}
     depths = dict.fromkeys(wanted, -1)
-    for module in _modules():
+    for module in all_modules():
         for name, parameter in nn.Module.named_parameters(module):  # not a wrapper's own
             # The more dots, the further out is the module.
             if name.count(".") > depths.get(id(parameter), name.count(".")):
@@ -26,9 +26,10 @@ def names_elsewhere(parameters: Iterable[Tensor]) -> dict[int, str]:
 
 def parameter_of(gradient: Tensor) -> Tensor | None:
     """The parameter of a module of this process whose `.grad` it is; None if there is none."""
-    parameters = (p for module in _modules() for p in vars(module)["_parameters"].values() if p is not None)
+    parameters = (p for module in all_modules() for p in vars(module)["_parameters"].values() if p is not None)
     return next((p for p in parameters if p.grad is gradient), None)
 
 
-def _modules() -> list[nn.Module]:
+def all_modules() -> list[nn.Module]:
+    """The modules of this process."""
     return [one for one in gc.get_objects() if issubclass(type(one), nn.Module) and "_parameters" in vars(one)]

@@ -15,6 +15,7 @@ from tests.faults.table import (
     outside,
     pending,
     processes,
+    reported,
     signals,
     waits,
 )
@@ -32,6 +33,7 @@ CLASSES: dict[str, str] = {
     "waits": "waits: first contacts, collective calls, settings, the limit",
     "signals": "signals that reach a rank while it waits",
     "forks": "forks, collected models, and who ends first",
+    "reported": "reported: what people run into with FSDP2",
     "checkpoints": "checkpoints: saves and loads of several ranks",
 }
 # Cases whose outcome is not the demanded one, and what is missing. A test fails when one of them is right by now.
@@ -48,5 +50,6 @@ CASES: tuple[Case, ...] = (
     *waits.CASES,
     *signals.CASES,
     *forks.CASES,
+    *reported.CASES,
     *checkpoints.CASES,
 )

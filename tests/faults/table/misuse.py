@@ -22,7 +22,7 @@ BF16_PLAIN = Equal("plain", bound=0.1)
 
 
 # DTensor's words, which name the operation: its operations do not pass through fullshard's code (ADR 0016). Where the
-# exception passes a forward, a note names the parameter and cures.
+# exception passes a forward, or nobody catches it, a note names the parameter and cures.
 MIXED = "mixed torch.Tensor and DTensor"
 
 
@@ -192,6 +192,8 @@ REFUSED = (
         do.call_linear,
         "RuntimeError",
         MIXED,
+        r"layers\.1\.up\.(weight|bias) of unit layers\.1",
+        "unit_open",
     ),
     _refused(
         "weight_in_linear",
@@ -200,6 +202,8 @@ REFUSED = (
         do.use_weight,
         "RuntimeError",
         MIXED,
+        r"layers\.1\.up\.(weight|bias) of unit layers\.1",
+        "unit_open",
     ),
     _refused(
         "weight_of_another_unit",
@@ -218,6 +222,8 @@ REFUSED = (
         do.computes,
         "RuntimeError",
         MIXED,
+        r"head\.weight of unit root",
+        "unit_open",
     ),
     _refused(
         "weight_added",
@@ -226,6 +232,8 @@ REFUSED = (
         do.adds,
         "RuntimeError",
         MIXED,
+        r"layers\.1\.norm\.weight of unit layers\.1",
+        "unit_open",
     ),
     _refused(
         "assigned_data",
