@@ -125,7 +125,8 @@ def new_group(ranks: Sequence[int], backend: str | None, purpose: str | None = N
     """A torch process group with `ranks`, this one included, which these ranks alone make.
 
     Where the default group is bound to a device, torch would make the communicator at once, as a split of the default
-    group: a collective over all ranks of that, and memory that no message uses. So it is not bound meanwhile.
+    group: a collective over all ranks of that, and memory that no message uses. So it is not bound meanwhile. The NCCL
+    of torch 2.15 makes one at once nevertheless, of `ranks` alone (docs/devices.md, The NCCL of torch 2.15).
     """
     default = dist.group.WORLD
     assert default is not None

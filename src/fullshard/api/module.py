@@ -23,7 +23,6 @@ from ..param import ShardedParam, Slot
 from ..policy.arguments import expect_flag
 from . import finalization, settings, validate
 from .materialize import filling
-from .unknown import unknown_methods
 
 # ---- torch state -----------------------------------------------------------------------------------------------------
 # The state of a sharded module in the form that torch's own code reads.
@@ -433,10 +432,6 @@ def _reshard(unit: Unit) -> None:
     refuse_opened(unit, "reshard")
     if unit.root is not None:
         unit.root.reshard(unit)
-
-
-for _name, _method in unknown_methods(FSDPModule).items():
-    setattr(FSDPModule, _name, _method)
 
 
 def share_comm_ctx(modules: list[FSDPModule]) -> None:
