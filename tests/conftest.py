@@ -92,6 +92,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="run the tests with a behaviour mark only, for torch too, and write what came of them to this file "
         "(use python -m tests.harness.behaviours)",
     )
+    parser.addoption(
+        "--record-torch-alone", action="store_true", help="with --record-behaviours: torch's half, and not ours"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -99,7 +102,7 @@ def pytest_configure(config: pytest.Config) -> None:
     # terminal.
     config.stash[_TERMINAL] = os.fdopen(os.dup(2), "w")
     config.pluginmanager.register(_SkipsNeedAReason(config), "fullshard-skips")
-    config.addinivalue_line("markers", "behaviour(title, area, torch, reason): tests/harness/behaviours.py")
+    config.addinivalue_line("markers", "behaviour(title, area, torch, reason, since): tests/harness/behaviours.py")
     config.addinivalue_line("markers", "needs(names, half): tests/harness/installed.py")
     config.addinivalue_line("markers", "fails_before(release, reason, half): tests/harness/installed.py")
     config.addinivalue_line("markers", "threads_only(reason): left out where ranks are gloo processes (--ranks=gloo)")
@@ -119,7 +122,8 @@ def pytest_configure(config: pytest.Config) -> None:
         gather.PAIRWISE_PARAMETER_NBYTES = gather.PAIRWISE_GRADIENT_NBYTES = 0
     if config.getoption("--record-behaviours"):
         path, ranks = Path(config.getoption("--record-behaviours")), config.getoption("--ranks")
-        recorder = recording.Recorder(path, ranks, config.getoption("--world"))
+        alone = config.getoption("--record-torch-alone")
+        recorder = recording.Recorder(path, ranks, config.getoption("--world"), alone)
         config.pluginmanager.register(recorder, "recorder")
 
 
@@ -143,6 +147,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         ]
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item not in left_out]
+    _leave_out_what_came_later(config, items)
     for item in items:
         tier = _tier(item)
         if tier:
@@ -200,6 +205,22 @@ def _is_torch_s(item: pytest.Item) -> bool:
     """Whether it is torch's implementation that the test runs for."""
     callspec = getattr(item, "callspec", None)
     return callspec is not None and getattr(callspec.params.get("impl"), "name", "") == "torch"
+
+
+def _leave_out_what_came_later(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Torch's half of a behaviour that a newer torch than the installed one has first."""
+    from tests.harness import installed
+
+    later = []
+    for item in items:
+        if _is_torch_s(item):
+            case = recording.case_of_item(item)
+            if case is not None and not case.is_in(installed.version()):
+                later.append(item)
+    if later:
+        config.hook.pytest_deselected(items=later)
+        known = set(later)
+        items[:] = [item for item in items if item not in known]
 
 
 def _skip_what_torch_lacks(item: pytest.Item) -> None:

@@ -8,10 +8,13 @@
 
     python -m tests.harness.behaviours --write              # all marked tests, a few minutes
     python -m tests.harness.behaviours --write tests/threads/test_x.py   # these files; the other results are kept
+    python -m tests.harness.behaviours --write --newest PYTHON           # what FSDP2 of PYTHON's torch does
     python -m tests.harness.behaviours --check              # no run: is the page what marks and results say?
 
-The results of both implementations are a dated document beside the page, one line for each test and implementation; the
-page is a function of the marks and of that document, and `tests/pure/test_compatibility.py` compares it.
+The results of both implementations are a dated document beside the page, one line for each test and implementation.
+Those of the newest torch's FSDP2 are another one. The page is a function of the marks and of these two, and
+`tests/pure/test_compatibility.py` compares it: under the pinned torch, without the newest. PYTHON is an interpreter
+with the newest torch, as `make versions` makes it. A row without a result of the newest says so.
 """
 
 from __future__ import annotations
@@ -62,7 +65,9 @@ AREAS = (
 Verdict = Literal["same", "equal", "better", "different", "none"]
 
 
-def behaviour(title: str, *, area: str, torch: Verdict = "same", reason: str = "") -> pytest.MarkDecorator:
+def behaviour(
+    title: str, *, area: str, torch: Verdict = "same", reason: str = "", since: str = ""
+) -> pytest.MarkDecorator:
     """Mark a test as the proof of one row of `docs/compatibility.md`; several tests may show the same row.
 
     `title` says what holds, as a user would say it. Names in braces are the test's parameters, so that
@@ -78,7 +83,8 @@ def behaviour(title: str, *, area: str, torch: Verdict = "same", reason: str = "
       behaviour) or for fullshard alone.
     * `"none"`: torch has no such thing.
 
-    `reason` is wanted for all but "same" and "equal": what is better or different, and why. Raises ValueError for a
+    `reason` is wanted for all but "same" and "equal": what is better or different, and why. `since`: the first torch
+    whose FSDP2 has it, like "2.15"; the test's run for torch is left out with an older one. Raises ValueError for a
     mark that the page could not show.
     """
     if area not in AREAS:
@@ -90,7 +96,15 @@ def behaviour(title: str, *, area: str, torch: Verdict = "same", reason: str = "
             f"behaviour({title!r}): a reason is expected exactly when torch is neither 'same' nor 'equal'; torch is "
             f"{torch!r}, the reason {reason!r}"
         )
-    return pytest.mark.behaviour(title, area=area, torch=torch, reason=reason)
+    if since and not re.fullmatch(r"2\.\d+", since):
+        raise ValueError(f"behaviour({title!r}): since is a release of torch like '2.15', not {since!r}")
+    return pytest.mark.behaviour(title, area=area, torch=torch, reason=reason, since=since)
+
+
+def release(version: str) -> tuple[int, int]:
+    """(2, 15) of "2.15" and of "2.15.0"; (0, 0) of ""."""
+    major, minor = (version.split(".") if version else "00")[:2]
+    return int(major), int(minor)
 
 
 @dataclass(frozen=True)
@@ -105,10 +119,19 @@ class Case:
     test: str  # tests/threads/test_x.py::test_y
     implementation: str
     asks: bool
+    since: str = ""
 
     @property
     def only_when_written(self) -> bool:
         return self.torch == "better" and self.implementation == "torch"
+
+    def is_in(self, torch: str) -> bool:
+        """Whether that version of torch has what the test asks its implementation for."""
+        return self.implementation != "torch" or release(torch) >= release(self.since)
+
+    @property
+    def key(self) -> tuple[str, str, str, str]:
+        return self.area, self.title, self.test, self.implementation
 
 
 def case_of(test: str, marks: Iterable[Any], params: dict[str, Any]) -> Case | None:
@@ -120,7 +143,8 @@ def case_of(test: str, marks: Iterable[Any], params: dict[str, Any]) -> Case | N
     title = mark.args[0].format(**params)
     implementation = getattr(params.get("impl"), "name", params.get("impl", "fullshard"))
     return Case(area=mark.kwargs["area"], title=title, torch=mark.kwargs["torch"], reason=mark.kwargs["reason"],
-                test=test, implementation=implementation, asks="impl" in params)  # fmt: skip
+                test=test, implementation=implementation, asks="impl" in params,
+                since=mark.kwargs["since"])  # fmt: skip
 
 
 def implementations_of(function: Any, given: dict[str, Any]) -> list[str]:
@@ -189,6 +213,7 @@ class Row:
     title: str
     torch: Verdict
     reason: str
+    since: str = ""
     runs: dict[str, set[str]] = field(default_factory=dict)
 
 
@@ -197,11 +222,11 @@ def rows_of(cases: Iterable[Case]) -> tuple[list[Row], list[str]]:
     rows: dict[tuple[str, str], Row] = {}
     wrong: list[str] = []
     for case in cases:
-        row = rows.setdefault((case.area, case.title), Row(case.area, case.title, case.torch, case.reason))
-        if (row.torch, row.reason) != (case.torch, case.reason):
+        row = rows.setdefault((case.area, case.title), Row(case.area, case.title, case.torch, case.reason, case.since))
+        if (row.torch, row.reason, row.since) != (case.torch, case.reason, case.since):
             wrong.append(
-                f"{case.test}: {case.title!r} is {case.torch!r} ({case.reason!r}) here and {row.torch!r} "
-                f"({row.reason!r}) elsewhere; marks of one row agree"
+                f"{case.test}: {case.title!r} is {case.torch!r} ({case.reason!r}, since {case.since!r}) here and "
+                f"{row.torch!r} ({row.reason!r}, since {row.since!r}) elsewhere; marks of one row agree"
             )
         row.runs.setdefault(case.test, set()).add(case.implementation)
     for row in rows.values():
@@ -226,6 +251,9 @@ def main(arguments: list[str] | None = None) -> int:
     action.add_argument("--check", action="store_true", help="compare the page with the marks and the results")
     action.add_argument("--list", action="store_true", help="the rows that the marks make")
     parser.add_argument("--quick", action="store_true", help="with --write: leave out the second run, over gloo")
+    parser.add_argument(
+        "--newest", type=Path, metavar="PYTHON", help="with --write: run torch's half alone, with this interpreter"
+    )
     parser.add_argument("files", nargs="*", type=Path, help="run these test files only; default: all with marks")
     parsed = parser.parse_args(arguments)
     from tests.harness import compatibility, recording  # they import this module
@@ -234,7 +262,10 @@ def main(arguments: list[str] | None = None) -> int:
     module = importlib.import_module("tests.harness.behaviours")
     if parsed.write:
         files = [path.resolve().relative_to(ROOT).as_posix() for path in parsed.files]
-        recording.record(files, gloo=not parsed.quick)
+        if parsed.newest is None:
+            recording.record(files, gloo=not parsed.quick)
+        else:
+            recording.record_newest(files, parsed.newest)
     cases = module.collect()
     if parsed.list:
         for row in module.rows_of(cases)[0]:

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from tests.harness.behaviours import AREAS, ROOT, Case, Row, rows_of
+from tests.harness.behaviours import AREAS, ROOT, Case, Row, release, rows_of
 
 DOCS = ROOT / "docs"
 PAGE = DOCS / "compatibility.md"
@@ -55,9 +55,24 @@ def load(path: Path | None) -> tuple[dict[str, str], list[Result]]:
     return read["about"], [Result(**entry) for entry in read["results"]]
 
 
+def newest_document() -> Path | None:
+    """That of the newest torch's FSDP2; None before the first run."""
+    found = sorted(DOCS.glob("compatibility_newest_torch-*.json"), key=lambda path: path.stem.rsplit("_", 1)[1])
+    return found[-1] if found else None
+
+
 def save(about: dict[str, str], results: Iterable[Result]) -> Path:
-    """Write the results under the torch version and the date that `about` says; it takes the place of the last one."""
-    last, path = document(), DOCS / f"compatibility_torch-{about['torch']}_{about['date']}.json"
+    """Write the results under the torch version and the date that `about` says, instead of the last ones."""
+    return _save(document(), f"compatibility_torch-{about['torch']}_{about['date']}.json", about, results)
+
+
+def save_newest(about: dict[str, str], results: Iterable[Result]) -> Path:
+    """Likewise those of the newest FSDP2."""
+    return _save(newest_document(), f"compatibility_newest_torch-{about['torch']}_{about['date']}.json", about, results)
+
+
+def _save(last: Path | None, name: str, about: dict[str, str], results: Iterable[Result]) -> Path:
+    path = DOCS / name
     lines = [json.dumps(asdict(result)) for result in sorted(results, key=lambda result: result.key)]
     path.write_text(f'{{"about": {json.dumps(about)},\n"results": [\n' + ",\n".join(lines) + "\n]}\n")
     if last is not None and last != path:
@@ -84,9 +99,14 @@ of a line marked *same* runs for both implementations, from one source, in every
 * **same**: both pass the test. **better**: fullshard passes, and torch's own result says how it does not; the reason
   says what that costs. **different**: both have it and behave otherwise, as the reason says. **ours**: torch has no
   such thing.
-* *torch* is what came of the same test with torch's `fully_shard`: pass, a wrong result (an assertion of the test
-  failed), an error (it raised), a hang or a crash; - where the test is ours alone. The results of both, test by test:
-  [{document}]({document}).
+* *torch {pinned}* is what came of the same test with `fully_shard` of the torch that everything is developed with:
+  pass, a wrong result (an assertion of the test failed), an error (it raised), a hang or a crash; - where the test is
+  ours alone. The results of both, test by test: [{document}]({document}).
+* *torch {newest}* is what came of it with the newest torch's: *as before* if that is the same. What became right
+  is said in the verdict, and [listed](#what-became-right-in-torch). The results:
+  [{newest_document}]({newest_document}).
+* What a reason says of DCP, of other packages, or of torch where its column has no result, was found with torch
+  {pinned}.
 * *ranks*: the worlds in which the line was shown. Ranks are threads (values), fake (layout and order, no values), or
   processes (gloo).
 """
@@ -94,36 +114,103 @@ of a line marked *same* runs for both implementations, from one source, in every
 VERDICTS = {"same": "same", "equal": "same", "better": "**better**", "different": "different", "none": "ours"}
 
 
-def render(cases: list[Case], about: dict[str, str], results: list[Result], name: str) -> str:
-    """The page as text; `name` is the file of the results."""
+@dataclass(frozen=True)
+class Recorded:
+    """A dated document. `path`: None where there is none yet."""
+
+    path: Path | None
+    about: dict[str, str]
+    results: list[Result]
+
+    @classmethod
+    def of(cls, path: Path | None) -> Recorded:
+        return cls(path, *load(path))
+
+    @property
+    def name(self) -> str:
+        return self.path.name if self.path else ""
+
+    @property
+    def torch(self) -> str:
+        """Its version of torch, as people say it: "2.13"."""
+        return ".".join(self.about.get("torch", "?").split(".")[:2])
+
+    def of_row(self, row: Row, implementation: str) -> list[Result]:
+        """What came of the row's tests. Those of another row, or of a test that has no mark any more, are left out."""
+        return [
+            result
+            for result in self.results
+            if (result.area, result.title, result.implementation) == (row.area, row.title, implementation)
+            and result.test in row.runs
+        ]
+
+
+def verdict_of(row: Row, newest: Recorded) -> str:
+    """The word of a row; of one in which torch failed, "right" since the newest torch passes."""
+    found = newest.of_row(row, "torch")
+    return "right" if row.torch == "better" and found and not _bad(found) else row.torch
+
+
+def render(cases: list[Case], pinned: Recorded, newest: Recorded) -> str:
+    """The page as text."""
     rows, _ = rows_of(cases)
-    by_row: dict[tuple[str, str, str], list[Result]] = defaultdict(list)
-    for result in results:
-        by_row[result.area, result.title, result.implementation].append(result)
-    parts = [HEAD.format(document=name)]
-    counts = ", ".join(
-        f"{sum(VERDICTS[row.torch] == word for row in rows)} {word.strip('*')}"
-        for word in dict.fromkeys(VERDICTS.values())
-    )
-    parts.append(f"{len(rows)} behaviours: {counts}. torch {about.get('torch', '?')}, {about.get('machine', '?')}.\n")
+    verdicts = [(row, verdict_of(row, newest)) for row in rows]
+    words = {**VERDICTS, "right": f"better than {pinned.torch}, same as {newest.torch}"}
+    parts = [HEAD.format(pinned=pinned.torch, newest=newest.torch, document=pinned.name, newest_document=newest.name)]
+    said = [words[verdict].strip("*") for _, verdict in verdicts]
+    counts = ", ".join(f"{said.count(word)} {word}" for word in dict.fromkeys(w.strip("*") for w in words.values()))
+    parts.append(f"{len(rows)} behaviours: {counts}. torch {pinned.about.get('torch', '?')}, {_where(pinned)}. "
+                 f"torch {newest.about.get('torch', '?')}, {_where(newest)}.\n")  # fmt: skip
+    parts.append(_became_right([row for row, verdict in verdicts if verdict == "right"], pinned, newest))
     for area in AREAS:
-        there = [row for row in rows if row.area == area]
+        there = [(row, verdict) for row, verdict in verdicts if row.area == area]
         if not there:
             continue
         parts.append(f"## {area[0].upper()}{area[1:]}\n")
-        parts.append("| behaviour | fullshard | torch | | ranks | shown by |\n|---|---|---|---|---|---|")
-        for row in there:
-            ours, theirs = (by_row[row.area, row.title, who] for who in ("fullshard", "torch"))
-            verdict = VERDICTS[row.torch] + (f": {row.reason}" if row.reason else "")
-            torch = _said(theirs) if theirs else "compared in the test" if row.torch == "equal" else "-"
-            cells = [row.title, _said(ours), torch, verdict, _ranks(ours), _links(row)]
-            parts.append("| " + " | ".join(_cell(cell) for cell in cells) + " |")
+        parts.append(
+            f"| behaviour | fullshard | torch {pinned.torch} | torch {newest.torch} | | ranks | shown by |\n"
+            "|---|---|---|---|---|---|---|"
+        )
+        for row, verdict in there:
+            ours = pinned.of_row(row, "fullshard")
+            reason = f": {row.reason}" if row.reason else ""
+            cells = [row.title, _said(ours), _torch(row, pinned), _newest(row, pinned, newest), words[verdict] + reason]
+            parts.append("| " + " | ".join(_cell(cell) for cell in [*cells, _ranks(ours), _links(row)]) + " |")
         parts.append("")
     return "\n".join(parts)
 
 
+def _where(recorded: Recorded) -> str:
+    return f"{recorded.about.get('machine', '?')}, {recorded.about.get('date', '?')}"
+
+
+def _became_right(rows: list[Row], pinned: Recorded, newest: Recorded) -> str:
+    lines = [f"## What became right in torch\n\nFSDP2 of torch {newest.torch} passes these tests, which that of "
+             f"{pinned.torch} fails:\n"]  # fmt: skip
+    lines += [f"* {_cell(row.title)} ({row.area})" for row in rows]
+    return "\n".join([*lines, ""]) if rows else "\n".join([lines[0], "None.", ""])
+
+
+def _torch(row: Row, recorded: Recorded) -> str:
+    """What came of a row with the torch of `recorded`."""
+    if row.torch in ("none", "equal"):
+        return {"none": "-", "equal": "compared in the test"}[row.torch]
+    if not any("torch" in implementations for implementations in row.runs.values()):
+        return "-"
+    if release(recorded.about.get("torch", "")) < release(row.since):
+        return f"not there before {row.since}"
+    return _said(recorded.of_row(row, "torch"))
+
+
+def _newest(row: Row, pinned: Recorded, newest: Recorded) -> str:
+    if row.torch == "equal":
+        return _said(newest.of_row(row, "fullshard"))
+    before, now = _torch(row, pinned), _torch(row, newest)
+    return "as before" if before == now != "-" and now not in ("pass", "not run") else now
+
+
 def _said(results: list[Result]) -> str:
-    bad = [result for result in results if result.outcome != "pass"]
+    bad = _bad(results)
     if not results:
         return "not run"
     if not bad:
@@ -132,6 +219,10 @@ def _said(results: list[Result]) -> str:
     word = {"wrong": "wrong result"}.get(bad[0].outcome, bad[0].outcome)
     share = f" in {failed} of {cases} cases" if failed < cases else ""
     return f"{word}{share}" + (f": {bad[0].detail}" if bad[0].detail else "")
+
+
+def _bad(results: list[Result]) -> list[Result]:
+    return [result for result in results if result.outcome != "pass"]
 
 
 def _ranks(results: list[Result]) -> str:
@@ -152,37 +243,58 @@ def _cell(text: str) -> str:
 
 
 def write_page(cases: list[Case]) -> None:
-    path = document()
-    PAGE.write_text(render(cases, *load(path), path.name if path else ""))
+    PAGE.write_text(render(cases, Recorded.of(document()), Recorded.of(newest_document())))
 
 
 # ---- the check -----------------------------------------------------------------------------------------------
 
 
-def problems(cases: list[Case], *, page: str | None = None, path: Path | None = None) -> list[str]:
-    """What keeps the page from being true, in sentences; empty when it is. Runs nothing."""
-    path = path or document()
+def problems(
+    cases: list[Case], *, page: str | None = None, path: Path | None = None, newest: Path | None = None
+) -> list[str]:
+    """What keeps the page from being true, in sentences; empty when it is. Runs nothing.
+
+    A test that was not recorded with the newest torch is none: the page says so, and `left_out` counts them.
+    """
+    path, newest = path or document(), newest or newest_document()
     if path is None:
         return ["no results are recorded yet; run python -m tests.harness.behaviours --write"]
-    _, wrong = rows_of(cases)
-    about, results = load(path)
-    recorded = {result.key: result for result in results}
-    marked = {(case.area, case.title, case.test, case.implementation): case for case in cases}
+    rows, wrong = rows_of(cases)
+    here, there = Recorded.of(path), Recorded.of(newest)
+    recorded = {result.key: result for result in here.results}
+    marked = {case.key: case for case in cases if case.is_in(here.about["torch"])}
     again = "run python -m tests.harness.behaviours --write"
     for key in marked.keys() - recorded.keys():
         wrong.append(f"{key[2]}: {key[1]!r} was not recorded for {key[3]}; {again} {key[2].split('::')[0]}")
     for key in recorded.keys() - marked.keys():
         wrong.append(f"{key[2]}: {key[1]!r} is recorded for {key[3]}, and no mark says so; {again}")
-    better: dict[tuple[str, str], bool] = {}
     for key in marked.keys() & recorded.keys():
         case, result = marked[key], recorded[key]
-        passed = result.outcome == "pass"
-        if case.only_when_written:
-            row = (case.area, case.title)
-            better[row] = better.get(row, False) or result.outcome not in ("pass", "skipped")
-        elif not passed and not (result.outcome == "skipped" and case.test.startswith("tests/gpu/")):
+        on_gpu = result.outcome == "skipped" and case.test.startswith("tests/gpu/")
+        if not case.only_when_written and result.outcome != "pass" and not on_gpu:
             wrong.append(f"{case.test}: {case.title!r}, {case.implementation}: {result.outcome}: {result.detail}")
-    wrong += [f"{title!r} is 'better', but torch passes it, too" for (_, title), fails in better.items() if not fails]
-    if (PAGE.read_text() if page is None else page) != render(cases, about, results, path.name):
+    by_key = {case.key: case for case in cases}
+    for result in there.results:
+        case_then = by_key.get(result.key)
+        if case_then is not None and not case_then.only_when_written and result.outcome != "pass":
+            wrong.append(f"{result.test}: {result.title!r}, torch {there.torch}: {result.outcome}: {result.detail}")
+    for row in (row for row in rows if row.torch == "better"):
+        first = here if release(here.about["torch"]) >= release(row.since) else there
+        found = first.of_row(row, "torch")
+        if found and all(result.outcome in ("pass", "skipped") for result in found):
+            wrong.append(f"{row.title!r} is 'better', but torch passes it, too")
+    if (PAGE.read_text() if page is None else page) != render(cases, here, there):
         wrong.append(f"{PAGE.relative_to(ROOT)} is not what marks and results say; {again}")
     return sorted(wrong)
+
+
+def left_out(cases: list[Case]) -> list[str]:
+    """Tests whose run for torch was not recorded with the newest torch."""
+    there = {result.key for result in load(newest_document())[1]}
+    return sorted(
+        {
+            case.test
+            for case in cases
+            if (case.implementation == "torch" or case.torch == "equal") and case.key not in there
+        }
+    )

@@ -25,7 +25,7 @@ import pytest
 
 from tests.harness import behaviours, worlds
 from tests.harness.behaviours import ROOT, Case, case_of
-from tests.harness.compatibility import Result, document, load, merged, save
+from tests.harness.compatibility import Result, document, load, merged, newest_document, save, save_newest
 from tests.harness.errors import RanksFailed
 from tests.harness.hang import Hang
 
@@ -73,11 +73,12 @@ def _marks_on_parameters(marks: list[pytest.Mark]) -> bool:
 class Recorder:
     """Runs marked tests only, those that `path` does not have yet, and writes to it: one JSON line for each event.
 
-    With `ranks` "gloo" it runs those of ours in the threads tier, on `world` ranks where the test says so.
+    With `ranks` "gloo" it runs those of ours in the threads tier, on `world` ranks where the test says so. With
+    `torch_alone` it runs torch's half, and the tests that compare both themselves.
     """
 
-    def __init__(self, path: Path, ranks: str, world: int) -> None:
-        self.path, self.ranks, self.world = path, ranks, world
+    def __init__(self, path: Path, ranks: str, world: int, torch_alone: bool = False) -> None:
+        self.path, self.ranks, self.world, self.torch_alone = path, ranks, world, torch_alone
         self.done = {event["id"] for event in _events(path)}
 
     def _id(self, item: pytest.Item) -> str:
@@ -86,6 +87,8 @@ class Recorder:
     def _wanted(self, item: pytest.Item, case: Case | None) -> bool:
         if case is None or self._id(item) in self.done:
             return False
+        if self.torch_alone:
+            return case.implementation == "torch" or case.torch == "equal"
         if self.ranks == "threads":
             return True
         return case.implementation == "fullshard" and "/threads/" in item.nodeid
@@ -199,10 +202,34 @@ def record(files: list[str], *, gloo: bool = True) -> Path:
     return save({"torch": version, "date": today, "machine": machine}, merged(kept, new))
 
 
-def _run_all(files: list[str], path: Path, options: tuple[str, ...] = ()) -> None:
+def record_newest(files: list[str], python: Path) -> Path:
+    """Run torch's half of the marked tests of `files` (none: of all) with the interpreter `python`, note what came of
+    it as what the newest FSDP2 does, and return the dated document. Raises as `record` does."""
+    everything = not files
+    files = files or [path.relative_to(ROOT).as_posix() for path in behaviours.marked_files()]
+    facts = subprocess.run(
+        [python, "-c", "import platform, torch; print(torch.__version__.split('+')[0], platform.python_version())"],
+        capture_output=True, text=True, check=True, cwd=ROOT).stdout.split()  # fmt: skip
+    with tempfile.TemporaryDirectory() as folder:
+        events = Path(folder) / "events.jsonl"
+        _run_all(files, events, ("--record-torch-alone",), str(python))
+        new = _results(_events(events))
+    about, old = load(newest_document())
+    if not everything and about and about["torch"] != facts[0]:
+        raise RuntimeError(
+            f"the recorded results are torch {about['torch']}'s, and this is {facts[0]}; run all tests, without files"
+        )
+    kept = [] if everything else [result for result in old if (ROOT / result.test.split("::")[0]).exists()]
+    kept = [result for result in kept if result.test.split("::")[0] not in files]
+    machine = f"CPU ({platform.machine()}), gloo, Python {facts[1]}"
+    return save_newest({"torch": facts[0], "date": datetime.date.today().isoformat(), "machine": machine},
+                       merged(kept, new))  # fmt: skip
+
+
+def _run_all(files: list[str], path: Path, options: tuple[str, ...] = (), python: str = sys.executable) -> None:
     """Children, one after the other, until every case has ended, by itself or with its child."""
     while True:
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--allowed-skips=", *options]
+        command = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--allowed-skips=", *options]
         child = subprocess.run(
             [*command, f"--record-behaviours={path}", *files], cwd=ROOT, capture_output=True, text=True
         )
@@ -218,6 +245,8 @@ def _run_all(files: list[str], path: Path, options: tuple[str, ...] = ()) -> Non
         # A signal took it, or the second stage of the hang timer did.
         outcome, detail = ("crash", signal.Signals(-child.returncode).name) if child.returncode < 0 else ("hang", "")
         _append(path, {**open_[0], "state": "ended", "outcome": outcome, "detail": detail, "worlds": []})
+        if len(files) > 1:  # what ended one case may end the next ones beside it: not all files are read again for each
+            _run_all([open_[0]["test"].split("::")[0]], path, options, python)
 
 
 def _results(events: list[dict[str, Any]]) -> list[Result]:

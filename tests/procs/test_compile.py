@@ -205,6 +205,10 @@ def _precision(rank: int, backend: str) -> list[Trained]:
         with fresh_compiler(backend) as graphs:
             policy = impl.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
             model = compiled_model(how, impl, graphs, mp_policy=policy)
+            if impl is FULLSHARD and installed.release() >= (2, 15):
+                # FSDP2 reduces the gradient of a norm as autograd makes it, in float32; here that is asked for.
+                for parameter in model.parameters():
+                    parameter.grad_dtype = torch.float32
             results.append(train(rank, model, CASE.loss, CASE.batch))
             assert graphs.products == [PRODUCTS] and graphs.breaks == 0
     return results

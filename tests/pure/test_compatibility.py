@@ -5,14 +5,26 @@ from __future__ import annotations
 import json
 import re
 import types
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from fullshard._torch.names import NEWEST
 from tests.harness import behaviours, recording
-from tests.harness.behaviours import ROOT, Case, behaviour, case_of, rows_of
-from tests.harness.compatibility import PAGE, Result, document, load, problems, render
+from tests.harness.behaviours import ROOT, Case, behaviour, case_of, release, rows_of
+from tests.harness.compatibility import (
+    PAGE,
+    Recorded,
+    Result,
+    document,
+    left_out,
+    load,
+    newest_document,
+    problems,
+    render,
+)
 
 
 def test_the_page_is_what_marks_and_results_say() -> None:
@@ -33,6 +45,7 @@ def test_a_changed_page_is_noticed() -> None:
         ({"area": "state", "torch": "worse"}, "torch is one of"),
         ({"area": "state", "torch": "better"}, "a reason is expected"),
         ({"area": "state", "reason": "because"}, "a reason is expected"),
+        ({"area": "state", "since": "3"}, "since is a release"),
     ],
 )
 def test_marks_that_the_page_could_not_show_are_refused(arguments: dict[str, Any], message: str) -> None:
@@ -43,21 +56,36 @@ def test_marks_that_the_page_could_not_show_are_refused(arguments: dict[str, Any
 # ---- what is wrong with marks and results --------------------------------------------------------------------
 
 
-def _case(torch: str, implementation: str, *, reason: str = "", test: str = "tests/threads/test_x.py::test_y") -> Case:
-    return Case("state", "a title", torch, reason, test, implementation, True)  # type: ignore[arg-type]
+def _case(
+    torch: str, implementation: str, *, reason: str = "", test: str = "tests/threads/test_x.py::test_y", since: str = ""
+) -> Case:
+    return Case("state", "a title", torch, reason, test, implementation, True, since)  # type: ignore[arg-type]
 
 
-def _said(cases: list[Case], outcomes: dict[str, str], folder: Path) -> str:
-    """The problems of these cases with these outcomes, on a page that is written as it should be."""
-    path = folder / "compatibility_torch-9.9_2000-01-01.json"
+def _recorded(path: Path, torch: str, cases: list[Case], outcomes: dict[str, str]) -> Path:
     results = [
-        vars(Result(c.area, c.title, c.test, c.implementation, outcomes[c.implementation]))
+        vars(Result(*c.key, outcome, failed=int(outcome != "pass")))
         for c in cases
-        if c.implementation in outcomes
+        if (outcome := outcomes.get(c.implementation))
     ]
-    path.write_text(json.dumps({"about": {"torch": "9.9", "machine": "m"}, "results": results}))
-    page = render(cases, *load(path), path.name)
-    return "\n".join(problems(cases, page=page, path=path))
+    path.write_text(json.dumps({"about": {"torch": torch, "machine": "m"}, "results": results}))
+    return path
+
+
+def _documents(
+    cases: list[Case], outcomes: dict[str, str], folder: Path, newest: dict[str, str] | None = None
+) -> tuple[Path, Path]:
+    """What came of the cases with torch 2.8 and, with `newest`, with 2.9."""
+    first = _recorded(folder / "compatibility_torch-2.8.0_2000-01-01.json", "2.8.0", cases, outcomes)
+    name = "compatibility_newest_torch-2.9.0_2000-01-01.json"
+    return first, _recorded(folder / name, "2.9.0", cases, newest or {})
+
+
+def _said(cases: list[Case], outcomes: dict[str, str], folder: Path, newest: dict[str, str] | None = None) -> str:
+    """The problems of these cases with these outcomes, on a page that is written as it should be."""
+    path, then = _documents(cases, outcomes, folder, newest)
+    page = render(cases, Recorded.of(path), Recorded.of(then))
+    return "\n".join(problems(cases, page=page, path=path, newest=then))
 
 
 def test_verdicts_are_held_against_what_torch_did(tmp_path: Path) -> None:
@@ -72,6 +100,40 @@ def test_verdicts_are_held_against_what_torch_did(tmp_path: Path) -> None:
     assert _said(better, both | {"torch": "hang"}, tmp_path) == ""
     assert "torch passes it, too" in _said(better, both, tmp_path)
     assert "fullshard: error" in _said(better, {"torch": "error", "fullshard": "error"}, tmp_path)
+
+
+def test_what_became_right_is_said(tmp_path: Path) -> None:
+    """In a column and a list of the newest torch, as far as it ran; a promise that it breaks is a problem."""
+    better = [_case("better", "torch", reason="r"), _case("better", "fullshard", reason="r")]
+    outcomes = {"torch": "hang", "fullshard": "pass"}
+
+    def page(newest: dict[str, str]) -> str:
+        return render(better, *map(Recorded.of, _documents(better, outcomes, tmp_path, newest)))
+
+    assert "| hang | pass | better than 2.8, same as 2.9: r |" in page({"torch": "pass"})
+    assert "* a title (state)" in page({"torch": "pass"}) and "1 better than 2.8, same as 2.9" in page(
+        {"torch": "pass"}
+    )
+    assert "| hang | as before | **better**: r |" in page({"torch": "hang"}) and "None." in page({"torch": "hang"})
+    assert "| hang | error | **better**: r |" in page({"torch": "error"})
+    assert "| hang | not run | **better**: r |" in page({})
+    assert _said(better, outcomes, tmp_path, {"torch": "pass"}) == ""
+    same = [_case("same", "torch"), _case("same", "fullshard")]
+    passes = {"torch": "pass", "fullshard": "pass"}
+    assert "torch 2.9: wrong" in _said(same, passes, tmp_path, {"torch": "wrong"})
+
+
+def test_what_a_newer_torch_has_first(tmp_path: Path) -> None:
+    """Its run for torch is recorded with the newest alone."""
+    same = [_case("same", "torch", since="2.9"), _case("same", "fullshard", since="2.9")]
+    outcomes, passes = {"fullshard": "pass"}, {"torch": "pass"}
+    assert _said(same, outcomes, tmp_path, passes) == _said(same, outcomes, tmp_path) == ""
+    page = render(same, *map(Recorded.of, _documents(same, outcomes, tmp_path, passes)))
+    assert "| not there before 2.9 | pass | same |" in page
+    better = [_case("better", name, since="2.9", reason="r") for name in ("torch", "fullshard")]
+    assert "torch passes it, too" in _said(better, outcomes, tmp_path, passes)
+    assert _said(better, outcomes, tmp_path, {"torch": "error"}) == ""
+    assert "is recorded for torch" in _said(same, outcomes | passes, tmp_path)
 
 
 def test_marks_that_prove_less_than_they_say() -> None:
@@ -178,9 +240,23 @@ def test_the_document_is_of_the_pinned_torch() -> None:
     assert [load(path)[0]["torch"]] == pinned
 
 
-def test_the_document_names_the_torch_that_it_is_of() -> None:
-    path = document()
+@pytest.mark.parametrize(("find", "name"), [(document, "torch"), (newest_document, "newest_torch")])
+def test_a_document_names_the_torch_that_it_is_of(find: Callable[[], Path | None], name: str) -> None:
+    path = find()
     assert path is not None
     about, results = load(path)
-    assert path.name == f"compatibility_torch-{about['torch']}_{about['date']}.json"
+    assert path.name == f"compatibility_{name}-{about['torch']}_{about['date']}.json"
     assert all(result.date <= about["date"] for result in results)
+
+
+@pytest.mark.slow
+def test_every_mark_ran_with_the_newest_torch() -> None:
+    """A new mark may wait for it until the next release; the page says so. Red: run
+    `python -m tests.harness.behaviours --write --newest PYTHON FILES`; `make versions ARGS=--make` makes a PYTHON."""
+    assert left_out(behaviours.collect()) == []
+
+
+def test_the_newest_document_is_of_the_newest_torch_that_is_declared() -> None:
+    path = newest_document()
+    assert path is not None
+    assert release(load(path)[0]["torch"]) == NEWEST

@@ -11,12 +11,11 @@ from torch import nn
 import fullshard
 from fullshard import fully_shard, report
 from fullshard.engine import unit_of
-from tests.harness.implementations import FULLSHARD, TORCH, Implementation, probes, sharded
+from tests.harness.behaviours import behaviour
+from tests.harness.implementations import FULLSHARD, Implementation, for_each_implementation, probes, sharded
 from tests.harness.models import BY_NAME, adamw, assert_same_training, collect, seeded, train_reference
 from tests.harness.threads import run_ranks
 
-HAVE = [FULLSHARD, *([TORCH] if hasattr(TORCH.FSDPModule, "set_keep_unsharded_storage") else [])]
-for_each_that_has_it = pytest.mark.parametrize("impl", HAVE, ids=repr)
 STEPS = 4
 
 
@@ -32,7 +31,12 @@ def _places(model: nn.Module) -> list[int]:
     return found
 
 
-@for_each_that_has_it
+@behaviour(
+    "`set_keep_unsharded_storage`: full parameters stay at one address, with the values of plain training",
+    area="when parameters are full",
+    since="2.15",
+)
+@for_each_implementation
 @pytest.mark.parametrize("reshard", [True, False])
 def test_addresses_stay_and_values_are_those_of_plain_training(impl: Implementation, reshard: bool) -> None:
     """Other memory is taken in between, so that a freed storage would come back elsewhere."""

@@ -12,13 +12,12 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import fullshard
 from fullshard import fully_shard
-from tests.harness.implementations import FULLSHARD, TORCH, Implementation, probes, sharded
+from tests.harness.behaviours import behaviour
+from tests.harness.implementations import FULLSHARD, Implementation, for_each_implementation, probes, sharded
 from tests.harness.models import BY_NAME, Case, Trained, adamw, assert_same_training, collect, seeded, train_reference
 from tests.harness.threads import run_ranks
 
 # torch has it from 2.15 on.
-HAVE = [FULLSHARD, *([TORCH] if hasattr(TORCH.FSDPModule, "finalize_backward") else [])]
-for_each_that_has_it = pytest.mark.parametrize("impl", HAVE, ids=repr)
 STEPS = 3
 
 
@@ -63,7 +62,12 @@ def _plain(case: Case, world: int, micro: int) -> Trained:
     return train_reference(case.build(), case.loss, batches)
 
 
-@for_each_that_has_it
+@behaviour(
+    "`set_manual_backward_finalization`, `finalize_backward`: a step ended by them trains as the plain model",
+    area="gradients",
+    since="2.15",
+)
+@for_each_implementation
 @pytest.mark.parametrize(
     ("name", "micro", "end"),
     [
@@ -82,7 +86,8 @@ def test_a_step_ended_by_hand_trains_as_the_plain_model(
         assert_same_training(trained, _plain(case, 2, micro))
 
 
-@for_each_that_has_it
+@behaviour("`finalize_backward` with replicas: a step trains as the plain model", area="gradients", since="2.15")
+@for_each_implementation
 @pytest.mark.parametrize("micro", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_with_replicas(impl: Implementation, micro: int) -> None:
     case = BY_NAME["residual"]
@@ -182,7 +187,8 @@ def test_nothing_is_on_grad_before_the_end() -> None:
     run_ranks(2, rank_main)
 
 
-@for_each_that_has_it
+@behaviour("`finalize_backward` frees what backwards kept full", area="when parameters are full", since="2.15")
+@for_each_implementation
 def test_it_frees_what_pipeline_schedules_keep_full(impl: Implementation) -> None:
     """`set_reshard_after_backward(False)` in all backwards, True before the end."""
 
@@ -202,7 +208,12 @@ def test_it_frees_what_pipeline_schedules_keep_full(impl: Implementation) -> Non
     run_ranks(2, rank_main)
 
 
-@for_each_that_has_it
+@behaviour(
+    "`finalize_backward(async_op=True)` returns a `GradientReductionHandle`, also where nothing is to be reduced",
+    area="surface",
+    since="2.15",
+)
+@for_each_implementation
 def test_where_it_does_nothing(impl: Implementation) -> None:
     """Before the first forward, and after a backward that reached no sharded parameter."""
 
@@ -323,20 +334,17 @@ def _changed_within_backward(model: Any) -> None:
 
 
 BOTH = {
-    f.__name__: f
-    for f in (
-        _below_the_root,
-        _set_below_the_root,
-        _set_below_the_root_later,
-        _automatic,
-        _changed,
-        _changed_within_a_step,
-        _twice,
-        _forward_too_early,
-        _reset,
-        _within_backward,
-        _changed_within_backward,
-    )
+    "below the root": _below_the_root,
+    "set below the root": _set_below_the_root,
+    "set below the root after a step": _set_below_the_root_later,
+    "in the automatic mode": _automatic,
+    "the mode changed between backward and end": _changed,
+    "the mode changed within a step": _changed_within_a_step,
+    "twice": _twice,
+    "a forward before its wait": _forward_too_early,
+    "its wait after a reset": _reset,
+    "inside of a backward": _within_backward,
+    "the mode changed inside of a backward": _changed_within_backward,
 }
 
 
@@ -386,20 +394,18 @@ def _failed(model: Any) -> None:
 
 
 OURS = {
-    f.__name__: f
-    for f in (
-        _step_too_early,
-        _step_under_way,
-        _step_of_kept,
-        _forgotten,
-        _forgotten_before_evaluation,
-        _two_that_reduce,
-        _failed,
-    )
+    "a step of the optimizer before it": _step_too_early,
+    "a step of the optimizer before its wait": _step_under_way,
+    "a step of the optimizer with gradients that were kept": _step_of_kept,
+    "a second step without it": _forgotten,
+    "an evaluation without it": _forgotten_before_evaluation,
+    "two backwards that reduce before it": _two_that_reduce,
+    "after a backward that failed": _failed,
 }
 
 
-@for_each_that_has_it
+@behaviour("refused, by the same type of error: `finalize_backward`, {case}", area="errors", since="2.15")
+@for_each_implementation
 @pytest.mark.parametrize("case", BOTH)
 def test_refused_as_by_torch(impl: Implementation, case: str) -> None:
     def rank_main(rank: int) -> None:
@@ -411,13 +417,20 @@ def test_refused_as_by_torch(impl: Implementation, case: str) -> None:
     run_ranks(2, rank_main)
 
 
+@behaviour(
+    "`finalize_backward`: an error that says what to do, {case}",
+    area="errors",
+    torch="better",
+    reason="torch says nothing, and a step trains on what was there before, or on nothing; or its error names nothing",
+    since="2.15",
+)
 @pytest.mark.parametrize("case", OURS)
-def test_refused_where_torch_says_nothing(case: str) -> None:
+def test_refused_where_torch_says_nothing(impl: Implementation, case: str) -> None:
     """A step would train on what was there before, or on nothing."""
 
     def rank_main(rank: int) -> None:
         with pytest.raises(RuntimeError, match=r"(?s)expected .* found .*"):
-            OURS[case](_used(FULLSHARD))
+            OURS[case](_used(impl))
 
     run_ranks(2, rank_main)
 

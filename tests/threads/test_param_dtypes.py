@@ -1,6 +1,6 @@
 """Compute dtypes of single parameters (`param_dtype_override_fn`), and what `reduce_dtype=None` follows (`grad_dtype`).
 
-The oracle is plain training with each parameter in its own compute dtype; beside it torch's FSDP2 where the installed
+The oracle is plain training with each parameter in its own compute dtype, for torch's FSDP2 too where the installed
 torch has the field (2.15).
 """
 
@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.fsdp as torch_fsdp
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
@@ -23,13 +22,13 @@ import fullshard
 from fullshard.engine import unit_of
 from fullshard.policy import use_options
 from fullshard.policy.options import REDUCE_DEFAULTS
+from tests.harness.behaviours import behaviour
+from tests.harness.implementations import Implementation, for_each_implementation
 from tests.harness.models import seeded
 from tests.harness.threads import run_ranks
 
 BF16, F32 = torch.bfloat16, torch.float32
 STEPS = 3
-# Torch's FSDP2 has the field, and the same meaning of `reduce_dtype=None`.
-IN_TORCH = "param_dtype_override_fn" in {each.name for each in fields(torch_fsdp.MixedPrecisionPolicy)}
 
 
 class Block(nn.Module):
@@ -208,29 +207,23 @@ def _assert_same(found: dict[str, tuple[Tensor, ...]], expected: dict[str, tuple
             torch.testing.assert_close(mine, plain, rtol=0, atol=atol, msg=lambda text, name=name: f"{name}: {text}")
 
 
+@behaviour(
+    "`param_dtype_override_fn`: parameters compute in dtypes of their own ({case}); parameters and optimizer state of "
+    "plain training",
+    area="mixed precision",
+    since="2.15",
+)
+@for_each_implementation
 @pytest.mark.parametrize("case", CASES)
-def test_parameters_compute_in_dtypes_of_their_own(case: str) -> None:
+def test_parameters_compute_in_dtypes_of_their_own(impl: Implementation, case: str) -> None:
     """The function is asked once for each parameter, and training is plain training in these dtypes."""
     chosen = CASES[case]
     expected = _plain(chosen)
 
     def rank_main(rank: int) -> None:
-        _assert_same(_trained(chosen, fullshard, rank), expected)
+        _assert_same(_trained(chosen, impl.namespace, rank), expected)
 
     run_ranks(chosen.world, rank_main)
-
-
-if IN_TORCH:
-
-    @pytest.mark.parametrize("case", CASES)
-    def test_as_torch_s_own_fsdp2(case: str) -> None:
-        """The same parameters and optimizer state as FSDP2 of torch 2.15."""
-        chosen = CASES[case]
-
-        def rank_main(rank: int) -> None:
-            _assert_same(_trained(chosen, fullshard, rank), _trained(chosen, torch_fsdp, rank))
-
-        run_ranks(chosen.world, rank_main)
 
 
 @pytest.mark.parametrize("answer", [torch.float16, "float32", 1])
@@ -259,6 +252,35 @@ def test_ranks_that_answer_differently_are_named() -> None:
 
 
 # ---- what reduce_dtype=None follows --------------------------------------------------------------------------
+
+
+@behaviour(
+    "`reduce_dtype=None`: bfloat16 gradients of float32 parameters are accumulated and reduced in {followed}",
+    area="mixed precision",
+    since="2.15",
+)
+@for_each_implementation
+@pytest.mark.parametrize(
+    ("followed", "grad_dtype"),
+    [("float32, the dtype of the parameters", None), ("bfloat16 where `grad_dtype` says so", BF16)],
+    ids=["own", "grad_dtype"],
+)
+def test_none_follows_the_parameter(impl: Implementation, followed: str, grad_dtype: torch.dtype | None) -> None:
+    """256 and 1 over two micro-batches: their sum is 257, which bfloat16 rounds to 256. Both are bfloat16's."""
+
+    def rank_main(rank: int) -> None:
+        model: Any = seeded(lambda: nn.Linear(4, 4, bias=False))
+        if grad_dtype is not None:
+            model.weight.grad_dtype = grad_dtype
+        impl.fully_shard(model, mp_policy=impl.MixedPrecisionPolicy(BF16))
+        for micro, factor in enumerate((256.0, 1.0)):
+            model.set_requires_gradient_sync(micro == 1)
+            (model(torch.ones(1, 4)) * factor).sum().backward()
+        gradient = model.weight.grad
+        assert gradient.dtype is (grad_dtype or F32)
+        assert torch.equal(gradient.full_tensor().float(), torch.full((4, 4), 257.0 if grad_dtype is None else 256.0))
+
+    run_ranks(2, rank_main)
 
 
 def _precisions(model: Any) -> dict[str, Any]:
