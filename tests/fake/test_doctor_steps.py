@@ -66,6 +66,11 @@ def _units(net: Any, fully_shard: Any) -> None:
     fully_shard(net)
 
 
+def _hooked(model: Any, fully_shard: Any) -> None:
+    _units(model, fully_shard)
+    model.head.weight.register_post_accumulate_grad_hook(lambda weight: float(weight.grad.norm()))
+
+
 def net(loss: Callable[[Any, Any], Tensor] | None = None, **options: Any) -> Program:
     return program(Net, **{"shard": _units, **({"loss": loss} if loss else {}), **options})
 
@@ -356,6 +361,9 @@ PLANTED: dict[str, dict[str, tuple[Callable[[], Program], str]]] = {
         "a mean": (lambda: reading(lambda grad: grad.mean().item()), "gradient of blocks.0.weight, mean"),
         "the largest": (lambda: reading(lambda grad: grad.abs().max().item()), "gradient of blocks.0.weight, "),
         "a search for NaN": (lambda: reading(lambda grad: int(grad.isnan().sum())), "in <lambda>"),
+        "a hook of a parameter": (
+            lambda: net(shard=_hooked), "gradient of head.weight, linalg_vector_norm (at test_doctor_steps.py:",
+        ),
         "a norm of a weight, for a log": (
             lambda: net(lambda m, x: m(x).square().mean() * (1 + 0 * float(m.head.weight.detach().norm()))),
             "head.weight, ",
@@ -418,16 +426,21 @@ def _checked(out: Tensor) -> Tensor:
 
 
 CASES = [(check, name) for check, cases in PLANTED.items() for name in cases]
-# What else is true of planted programs: of all, and of one.
-ALSO = {"Adafactor": {"partial-read"}}
+# Models large enough for this check: one is enough for every day.
+LARGE = {"in forward", "a reentrant wrapper", "torch's function for a model"}
+MARKED = [
+    pytest.param(check, name, id=f"{check}, {name}", marks=[pytest.mark.slow] if name in LARGE else [])
+    for check, name in CASES
+]
+# What else is true of planted programs.
 BESIDE = {"meta", "meta-buffers", "dtypes", "host-bound"}
 
 
-@pytest.mark.parametrize(("check", "name"), CASES, ids=[f"{check}, {name}" for check, name in CASES])
+@pytest.mark.parametrize(("check", "name"), MARKED)
 def test_what_is_planted_is_found_alone(check: str, name: str) -> None:
     build, said = PLANTED[check][name]
     found = look(build())
-    assert {check} <= found.keys() <= {check} | BESIDE | ALSO.get(name, set()), found
+    assert {check} <= found.keys() <= {check} | BESIDE, found
     assert said in found[check], found[check]
 
 
@@ -498,12 +511,19 @@ def test_batches_are_compared_by_what_is_in_them() -> None:
 # ---- sound -----------------------------------------------------------------------------------------------------------
 
 
+# Operations that a dispatch mode disturbs.
+UNWATCHED = ("a branch of torch's",)
+
+
 @pytest.mark.quick(4)
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # dynamo asks tensors that are no leaves
 @pytest.mark.parametrize("name", SOUND)
 def test_sound_programs_have_no_findings(name: str) -> None:
     found, measured = model.look(SOUND[name](), 4, 1, {}, steps=True)
     facts = Facts(4, 1, HEALTHY, found, None, measured)
-    assert diagnosis.diagnose(facts).findings == () and measured.skipped == ()
+    assert diagnosis.diagnose(facts).findings == ()
+    unwatched = "reads of partial values (torch cannot watch this step: "
+    assert all(name in UNWATCHED and text.startswith(unwatched) for text in measured.skipped), measured.skipped
     assert measured.step and measured.host is not None
 
 

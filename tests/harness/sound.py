@@ -218,6 +218,15 @@ def _full_norms(parameters: Any) -> torch.optim.Optimizer:
     return Scaled(parameters, lr=0.1)
 
 
+def _logged(model: nn.Module, batch: Tensor) -> Tensor:
+    loss = squares(model, batch)
+    dist.barrier()
+    seen = loss.detach().clone()
+    dist.all_reduce(seen)
+    assert dist.get_rank() >= 0 and float(seen) == float(seen)
+    return loss
+
+
 def _two_forwards(model: nn.Module, batch: Tensor) -> Tensor:
     return (model(batch) - model(batch.flip(0))).square().mean()
 
@@ -302,6 +311,18 @@ SOUND: dict[str, Callable[[], Program]] = {
     "a method that uses units alone": _applied(
         lambda m, x: m.blocks(x), lambda: {"blocks": _blocks()}, 4, 8, loss=lambda m, x: m.blocks(x).square().mean()
     ),
+    "compiled blocks": _of(
+        lambda: _blocks(2, lambda: torch.compile(nn.Linear(8, 8), backend="aot_eager")), 4, 8  # type: ignore[arg-type]
+    ),
+    "a branch of torch's": _applied(
+        lambda m, x: torch.cond(x.sum() > 0, torch.sin, torch.cos, (m.body(x),)),
+        lambda: {"body": nn.Linear(8, 8)},
+        4, 8,
+    ),
+    "vmap": _applied(lambda m, x: torch.vmap(torch.sin)(m.body(x)), lambda: {"body": nn.Linear(8, 8)}, 4, 8),
+    "a loss that all ranks log": _of(_blocks, 4, 8, loss=_logged),
+    "lbfgs": _of(_blocks, 4, 8, optimizer=lambda p: torch.optim.LBFGS(p)),
+    "asgd": _of(_blocks, 4, 8, optimizer=lambda p: torch.optim.ASGD(p)),
     "batch with texts": _of(
         _blocks, batch=_labelled, loss=lambda m, b: F.cross_entropy(m(b["x"]), b["label"])
     ),

@@ -62,7 +62,9 @@ def look(
             full = {unit.name: unit.numel * unit.compute_itemsize for unit in units}
             with warnings.catch_warnings(), sync_as_batch_norm(model):
                 warnings.simplefilter("ignore")
-                taken, shown = sharded_steps(program, model, optimizer, full, shown)
+                taken, shown, why = sharded_steps(program, model, optimizer, full, shown)
+            if why:
+                skipped.append(f"reads of partial values (torch cannot watch this step: {why})")
             if taken is not None:
                 host = max(taken - seconds, 0.0) / max(len(units), 1)
             else:
@@ -164,7 +166,7 @@ def _fails_alone(program: Program, options: dict[str, Any]) -> bool:
         if refusal:
             return True
         with sync_as_batch_norm(model):
-            _, shown = sharded_steps(program, model, _optimizer(program, model), {}, Steps())
+            _, shown, _ = sharded_steps(program, model, _optimizer(program, model), {}, Steps())
     return shown.sharded_failure is not None
 
 

@@ -5,6 +5,7 @@ They run over a fake group, as rank 0 of the world asked for: its collectives br
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import random
 import sysconfig
@@ -171,16 +172,16 @@ def sync_as_batch_norm(model: nn.Module) -> Iterator[None]:
 
 def sharded_steps(
     program: Program, model: nn.Module, optimizer: Optimizer, nbytes: dict[str, int], plain: Steps
-) -> tuple[float | None, Steps]:
-    """Forward and backward, to be timed; then forward, backward and optimizer step, watched. `nbytes`: of each unit
-    when it is full, by name. Returns the seconds of forward and backward, of two the shorter, and what `plain` and
-    these showed."""
+) -> tuple[float | None, Steps, str]:
+    """Forward and backward, timed, and an optimizer step; then the same once more, watched. `nbytes`: of each unit when
+    it is full, by name. Returns the seconds of forward and backward, of two the shorter; what `plain` and these steps
+    showed; and why the last could not be watched, "" if it could."""
     seconds: float | None = None
-    found: dict[str, Any] = {}
     stage = "forward"
+    taken: list[float] = []
     try:
-        taken: list[float] = []
         while len(taken) < 2 and sum(taken) < _SECONDS:
+            model.zero_grad(set_to_none=True)
             batch = program.batch(0)
             _seed(0)
             stage, start = "forward", time.perf_counter()
@@ -188,29 +189,48 @@ def sharded_steps(
             stage = "backward"
             loss.backward()
             taken.append(time.perf_counter() - start)
-            model.zero_grad(set_to_none=True)
         seconds = min(taken)
-        watch = PartialReads(model.named_parameters())
-        try:
-            batch = program.batch(0)
-            with watch:
-                stage = "forward"
-                with _recorded(model) as commands:
-                    loss = _loss(program, model, batch)
-                found["open_in_forward"] = _open_at_once(commands, nbytes)
-                stage = "backward"
-                with _recorded(model) as commands:
-                    loss.backward()
-                found["open_in_backward"] = _open_at_once(commands, nbytes)
-                stage = "optimizer step"
-                optimizer.step()
-        finally:
-            found["partial_reads"] = tuple(map(str, watch.found))
-            if watch.found_message:  # the model's own messages may keep its buffers equal
-                found["drifting_buffers"] = ()
+        stage = "optimizer step"
+        if not _needs_closure(optimizer):
+            optimizer.step()
+        model.zero_grad(set_to_none=True)
     except Exception as error:
-        found["sharded_failure"] = failure_of(error, stage, model)
-    return seconds, replace(plain, **found)
+        return seconds, replace(plain, sharded_failure=failure_of(error, stage, model)), ""
+    watched, why = _watched_step(program, model, optimizer, nbytes)
+    return seconds, replace(plain, **watched), why
+
+
+def _watched_step(
+    program: Program, model: nn.Module, optimizer: Optimizer, nbytes: dict[str, int]
+) -> tuple[dict[str, Any], str]:
+    """What the runtime and the user's code do in a step: fields of `Steps`. What it raises is no fault of the program,
+    which has just taken such a step: there are operations that torch cannot watch."""
+    found: dict[str, Any] = {}
+    why = ""
+    watch = PartialReads(model.named_parameters())
+    try:
+        batch = program.batch(0)
+        with watch:
+            with _recorded(model) as commands:
+                loss = _loss(program, model, batch)
+            found["open_in_forward"] = _open_at_once(commands, nbytes)
+            with _recorded(model) as commands:
+                loss.backward()
+            found["open_in_backward"] = _open_at_once(commands, nbytes)
+            if not _needs_closure(optimizer):
+                optimizer.step()
+    except Exception as error:
+        why = line(error)
+    found["partial_reads"] = tuple(map(str, watch.found))
+    if watch.found_message:  # the model's own messages may keep its buffers equal
+        found["drifting_buffers"] = ()
+    return found, why
+
+
+def _needs_closure(optimizer: Optimizer) -> bool:
+    """Whether its step computes losses itself, as LBFGS does, with a function that only the user's loop has."""
+    given = inspect.signature(optimizer.step).parameters.values()
+    return any(p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in given)
 
 
 @contextmanager
@@ -268,10 +288,12 @@ _CURES = (
     ),
 )
 _OURS = "the text says what to do"
-_OTHERS = (
-    "the plain model does not raise this: look at what reads or changes parameters outside of their module's forward; "
-    "`fullshard verify` runs it in processes and prints the whole traceback"
-)
+_OTHERS = {
+    "optimizer step": "an optimizer that knows no shards, or one that fails with plain parameters too: "
+    "fullshard.step_on_shards(optimizer) steps plain tensors, where elements do not depend on each other",
+    "": "forward and backward of the plain model do not raise this: look at what reads or changes parameters outside "
+    "of their module's forward; `fullshard verify` runs it in processes and prints the whole traceback",
+}
 
 
 def failure_of(error: Exception, stage: str, model: nn.Module) -> Failure:
@@ -295,7 +317,7 @@ def failure_of(error: Exception, stage: str, model: nn.Module) -> Failure:
         if phrase in told:
             return Failure(stage, text, cures.get(stage, cures[""]))
     is_ours = bool(frames) and frames[-1][0].f_code.co_filename.startswith(_HERE)
-    return Failure(stage, text, _OURS if is_ours else _OTHERS)
+    return Failure(stage, text, _OURS if is_ours else _OTHERS.get(stage, _OTHERS[""]))
 
 
 def _frames(error: BaseException) -> list[tuple[FrameType, int]]:

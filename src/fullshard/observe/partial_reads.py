@@ -43,6 +43,9 @@ class PartialReads(TorchDispatchMode):
     microseconds more.
     """
 
+    # Of operations such as `torch.cond`, which are no operations of aten, nothing is noted.
+    supports_higher_order_operators = True
+
     def __init__(self, named: Iterable[tuple[str, Tensor]]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._named = list(named)
@@ -56,7 +59,7 @@ class PartialReads(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         if func.namespace in ("c10d", "_c10d_functional"):
             self.found_message = self.found_message or _is_of_a_forward()
-        elif args and isinstance(args[0], DTensor):
+        elif func.namespace != "higher_order" and args and isinstance(args[0], DTensor):
             if operation_name(func) == _TO_NUMBER:
                 self._read(args[0])
             elif isinstance(result, DTensor) and (name := self._name(args[0])):
