@@ -96,6 +96,15 @@ PLACEMENT_RESULT = "torch.distributed.fsdp._fully_shard._fsdp_common.ShardPlacem
 MESH_DIMS = "torch.distributed.fsdp.DataParallelMeshDims"
 
 
+def clear_redistribution_cache() -> None:
+    """Forget how DTensor goes from one placement to another, in all threads: by a mesh, which it knows by the number of
+    its thread, it notes the shapes of one rank."""
+    from torch.distributed.tensor import _redistribute
+
+    _redistribute._gen_transform_infos.cache_clear()
+    _redistribute.clear_redistribute_planner_cache()
+
+
 def clear_sharding_cache() -> None:
     """Forget what DTensor remembers of operations, in this thread."""
     from torch.distributed.tensor import debug

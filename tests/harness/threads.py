@@ -40,7 +40,7 @@ from torch.testing._internal.distributed import multi_threaded_pg as threaded
 
 from tests.harness import collecting, cuda_builds, worlds
 from tests.harness.errors import RankReport, RanksFailed, format_stacks
-from tests.harness.installed import clear_sharding_cache
+from tests.harness.installed import clear_redistribution_cache, clear_sharding_cache
 
 # How long a rank may take to leave its collective after it was told to: it only has to wake up and unwind.
 _RELEASE_SECONDS = 3.0
@@ -203,6 +203,9 @@ class _Run:
         again = not self.reports and not self.made_groups and not any(rank.is_alive() for rank in self.threads)
         for rank in self.threads:
             rank.leave(again=again)
+        if not again:
+            # The next thread of that number may be another rank, which would take the shapes of this one.
+            clear_redistribution_cache()
 
     def rank_main(self, rank: int) -> None:
         torch.set_num_threads(1)  # a setting of each thread: new ones start with one worker per core

@@ -36,6 +36,19 @@ def _assert_clean() -> None:
     assert not running()
 
 
+def test_no_rank_takes_the_shapes_of_another_one() -> None:
+    """A new thread gets the number of one that has ended, and by that number torch keeps the shapes by which a DTensor
+    of uneven shards becomes whole. Within ten runs a number goes to another rank."""
+    value = torch.arange(15.0).view(5, 3)
+
+    def rank_main(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2, 2))
+        assert torch.equal(distribute_tensor(value, mesh, [Shard(0), Shard(0)]).full_tensor(), value)
+
+    for _ in range(10):
+        run_ranks(4, rank_main)
+
+
 def test_results_come_in_rank_order() -> None:
     assert run_ranks(4, lambda rank, factor: rank * factor, 10) == [0, 10, 20, 30]
     _assert_clean()
