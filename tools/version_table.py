@@ -28,7 +28,8 @@ class Result:
 @dataclass(frozen=True)
 class Run:
     """What came of one version. `torch`: with its local part; `whole`: all tests that are not slow, not the selection;
-    `problems`: runs that ended with a failure."""
+    `problems`: runs that ended with a failure; `loads`: the versions whose checkpoints it loaded, and `loaded_by`:
+    those that loaded its own, by names such as "python3.11-torch2.10.0"."""
 
     python: str
     torch: str
@@ -37,6 +38,8 @@ class Run:
     tiers: dict[str, Result]
     problems: list[str]
     seconds: int
+    loads: list[str] = field(default_factory=list)
+    loaded_by: list[str] = field(default_factory=list)
 
     @property
     def key(self) -> tuple[str, str, bool]:
@@ -82,8 +85,8 @@ def table(runs: Iterable[Run]) -> str:
     runs = list(runs)
     tiers = [*COLUMNS, *sorted({tier for run in runs for tier in run.tiers} - set(COLUMNS))]
     lines = [
-        "| Python | torch | build | date | ran | " + " | ".join(tiers) + " | skipped | result |",
-        "|---" * (len(tiers) + 7) + "|",
+        f"| Python | torch | build | date | ran | {' | '.join(tiers)} | skipped | loads | loaded by | result |",
+        "|---" * (len(tiers) + 9) + "|",
     ]
     for run in runs:
         torch, _, build = run.torch.partition("+")
@@ -92,9 +95,17 @@ def table(runs: Iterable[Run]) -> str:
             counts[tiers.index("quickstart")] = "trains" if run.tiers["quickstart"].passed else "fails"
         skipped = sum(sum(found.skipped.values()) for found in run.tiers.values())
         ran = "all that is not slow" if run.whole else "selection"
-        cells = [run.python, torch, build or "-", run.date, ran, *counts, str(skipped), _verdict(run)]
+        exchanged = [_torches(run.loads), _torches(run.loaded_by)]
+        cells = [run.python, torch, build or "-", run.date, ran, *counts, str(skipped), *exchanged, _verdict(run)]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
+
+
+def _torches(names: Iterable[str]) -> str:
+    """Of "python3.11-torch2.10.0" and others "2.10, ...": the versions of torch, the oldest first."""
+    found = {name.rpartition("-torch")[2] for name in names}
+    releases = [[int(part) for part in torch.split(".")[:2]] for torch in found]
+    return ", ".join(dict.fromkeys(".".join(map(str, one)) for one in sorted(releases))) or "-"
 
 
 def _verdict(run: Run) -> str:
@@ -117,4 +128,6 @@ def summary(run: Run) -> str:
     lines += [f"  skipped {number}: {reason}" for reason, number in sorted(skipped.items())]
     lines += [f"  failed: {one}" for found in run.tiers.values() for one in found.failed]
     lines += [f"  {problem}" for problem in run.problems]
+    lines += [f"  checkpoints of {name}: loaded" for name in run.loads]
+    lines += [f"  checkpoints of this version: loaded by {name}" for name in run.loaded_by]
     return "\n".join(lines)

@@ -13,8 +13,10 @@ Packages of this environment serve all versions of torch. `CACHE/bin/NAME` is th
 use alone.
 
 Beside the tests of `SELECTION`, each version installs the built package into an environment with a plain torch and
-trains the quickstart on two ranks (tools/try_package.py), and exchanges checkpoints with the oldest and the newest
-torch of the run, which FULLSHARD_OTHER_PYTHON names (tests/procs/test_checkpoints_across_torches.py).
+trains the quickstart on two ranks (tools/try_package.py), and exchanges checkpoints with other versions
+(tests/procs/test_checkpoints_across_torches.py): each leaves what it saved in `CACHE/checkpoints/NAME`, loads what the
+others left there, in this run or an earlier one, and the oldest and the newest torch that have an environment load what
+it saved.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ import time
 import xml.etree.ElementTree as ElementTree
 import zipfile
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -42,7 +44,7 @@ ROOT = Path(__file__).resolve().parents[1]
 # ---- what runs -------------------------------------------------------------------------------------------------------
 
 # Each of them on PYTHON. Where pip offers less, the newest that it offers.
-TORCHES = ("2.11.0", "2.12.1", "2.13.0", "2.14.1", "2.15.0")
+TORCHES = ("2.10.0", "2.11.0", "2.12.1", "2.13.0", "2.14.1", "2.15.0")
 PYTHON = "3.11"
 # Each of them with this torch.
 PYTHONS = ("3.12", "3.13")
@@ -91,8 +93,10 @@ SELECTION: dict[str, tuple[str, ...]] = {
         "tests/procs/test_first_example.py",
     ),
 }
+# Of a report that may have properties of tests.
+REPORT = ("-o", "junit_family=xunit1")
 # Beside "not slow": torch's half of the conformance, which only another torch changes.
-OPTIONS = ("-m", "not slow", "--torch-half", "-q", "-p", "no:cacheprovider")
+OPTIONS = ("-m", "not slow", "--torch-half", "-q", "-p", "no:cacheprovider", *REPORT)
 # Of one list, in seconds; four times what the slowest one needs.
 LIMIT = 1800.0
 
@@ -132,6 +136,16 @@ class Cache:
     folder: Path
     wheels: Sequence[Path]
 
+    @property
+    def checkpoints(self) -> Path:
+        """What each version saved, by its name."""
+        return self.folder / "checkpoints"
+
+    def has(self, version: Version) -> bool:
+        """Whether the environment is made, in this run or an earlier one."""
+        made = (self._unpacked(version) / "made").is_file() or _has(Path(sys.executable), version.torch)
+        return made and (self.folder / "bin" / version.name).is_file()
+
     def interpreter(self, version: Version) -> Path:
         """The interpreter of an environment, which is made if it is not there."""
         python = self._python(version.python)
@@ -154,7 +168,7 @@ class Cache:
 
     def _torch(self, version: Version) -> Path:
         """The folder with torch, unpacked; made with its stubs."""
-        folder = self.folder / f"torch-{version.torch}-{version.tag}"
+        folder = self._unpacked(version)
         if (folder / "made").is_file():
             return folder
         wheel = self._wheel(version)
@@ -167,6 +181,9 @@ class Cache:
         stubs = cuda_stubs.make(folder)
         (folder / "made").write_text(f"{wheel.name}\n{' '.join(stubs)}\n")
         return folder
+
+    def _unpacked(self, version: Version) -> Path:
+        return self.folder / f"torch-{version.torch}-{version.tag}"
 
     def _wheel(self, version: Version) -> Path:
         for folder in self.wheels:
@@ -277,8 +294,8 @@ def start(name: str, command: list[str], log: Path, environ: dict[str, str]) -> 
     return _Running(name, program, log)
 
 
-def run(version: Version, cache: Cache, others: list[Path], extra: list[str], whole: bool) -> Run:
-    """What came of one version. `others`: interpreters with other versions of torch, for checkpoints."""
+def run(version: Version, cache: Cache, readers: list[Path], extra: list[str], whole: bool) -> Run:
+    """What came of one version. `readers`: interpreters with other versions of torch, which load its checkpoints."""
     begun = time.monotonic()
     interpreter = cache.interpreter(version)
     facts = subprocess.run(
@@ -288,7 +305,8 @@ def run(version: Version, cache: Cache, others: list[Path], extra: list[str], wh
     logs.mkdir(parents=True, exist_ok=True)
     for old in logs.glob(f"{version.name}.*"):
         old.unlink()
-    environ = {**os.environ, "FULLSHARD_OTHER_PYTHON": os.pathsep.join(map(str, others))}
+    environ = {**os.environ, "FULLSHARD_OTHER_PYTHON": os.pathsep.join(map(str, readers))}
+    environ["FULLSHARD_CHECKPOINTS"] = str(cache.checkpoints)
     environ.pop("PYTHONPATH", None)
     lists = {name: list(paths) for name, paths in SELECTION.items()}
     options = list(OPTIONS)
@@ -317,7 +335,8 @@ def run(version: Version, cache: Cache, others: list[Path], extra: list[str], wh
         for one in running:
             if one.program.poll() is None:
                 one.kill()
-    results = tiers_of(logs.glob(f"{version.name}.*.xml"))
+    reports = list(logs.glob(f"{version.name}.*.xml"))
+    results, exchanged = tiers_of(reports), exchanged_of(reports)
     if not extra:
         results["quickstart"] = Result(passed=int(not quickstart), failed=[quickstart] if quickstart else [])
     return Run(
@@ -328,34 +347,64 @@ def run(version: Version, cache: Cache, others: list[Path], extra: list[str], wh
         tiers=results,
         problems=problems,
         seconds=round(time.monotonic() - begun),
+        **exchanged,
     )
 
 
+def others(chosen: Iterable[str], cache: Cache) -> list[Path]:
+    """The interpreters with the oldest and the newest torch, of those that this run chose or an earlier one made."""
+    there = [name for name in VERSIONS if name.startswith("torch-")]
+    there = [name for name in there if name in chosen or cache.has(VERSIONS[name])]
+    found = []
+    for name in dict.fromkeys([*there[:1], *there[-1:]]):
+        try:
+            found.append(cache.interpreter(VERSIONS[name]))
+        except NotPossible as reason:
+            print(f"{name}: loads no checkpoints of others: {reason}", flush=True)
+    return found
+
+
+def _cases(reports: Iterable[Path]) -> Iterator[ElementTree.Element]:
+    """The tests in pytest's reports. Raises nothing for a report that a killed run left."""
+    for report in reports:
+        try:
+            yield from ElementTree.parse(report).iter("testcase")
+        except (ElementTree.ParseError, OSError):
+            continue
+
+
+def _bad(case: ElementTree.Element) -> ElementTree.Element | None:
+    """How it failed."""
+    return next((found for kind in ("failure", "error") if (found := case.find(kind)) is not None), None)
+
+
+def exchanged_of(reports: Iterable[Path]) -> dict[str, list[str]]:
+    """`loads` and `loaded_by` of a `Run`: the properties of tests that passed."""
+    found: dict[str, list[str]] = {"loads": [], "loaded_by": []}
+    for case in _cases(reports):
+        for one in case.iter("property"):
+            if one.get("name") in found and _bad(case) is None:
+                found[one.get("name", "")].append(one.get("value", ""))
+    return {what: sorted(names) for what, names in found.items()}
+
+
 def tiers_of(reports: Iterable[Path]) -> dict[str, Result]:
-    """Tier -> what came of its tests, from pytest's reports. Raises nothing for a report that a killed run left."""
+    """Tier -> what came of its tests."""
     passed: Counter[str] = Counter()
     skipped: dict[str, Counter[str]] = {}
     failed: dict[str, list[str]] = {}
-    for report in reports:
-        try:
-            tree = ElementTree.parse(report)
-        except ElementTree.ParseError:
-            continue
-        for case in tree.iter("testcase"):
-            where = case.get("classname") or case.get("name", "")
-            parts = where.split(".")
-            tier = parts[1] if len(parts) > 1 else "collection"
-            bad = next((case.find(kind) for kind in ("failure", "error") if case.find(kind) is not None), None)
-            skip = case.find("skipped")
-            if bad is not None:
-                message = (bad.get("message") or "").strip().splitlines()
-                failed.setdefault(tier, []).append(
-                    f"{'/'.join(parts)}.py::{case.get('name')}: {' '.join(message)[:300]}"
-                )
-            elif skip is not None:
-                skipped.setdefault(tier, Counter())[(skip.get("message") or "").strip()] += 1
-            else:
-                passed[tier] += 1
+    for case in _cases(reports):
+        where = case.get("classname") or case.get("name", "")
+        parts = where.split(".")
+        tier = parts[1] if len(parts) > 1 else "collection"
+        bad, skip = _bad(case), case.find("skipped")
+        if bad is not None:
+            message = (bad.get("message") or "").strip().splitlines()
+            failed.setdefault(tier, []).append(f"{'/'.join(parts)}.py::{case.get('name')}: {' '.join(message)[:300]}")
+        elif skip is not None:
+            skipped.setdefault(tier, Counter())[(skip.get("message") or "").strip()] += 1
+        else:
+            passed[tier] += 1
     return {
         tier: Result(passed[tier], dict(sorted(skipped.get(tier, {}).items())), sorted(failed.get(tier, [])))
         for tier in sorted({*passed, *skipped, *failed})
@@ -384,10 +433,10 @@ def main(arguments: list[str] | None = None) -> int:
             print(f"{name}: not possible: {reason}", flush=True)
     runs = []
     if not chosen.make:
-        ends = [interpreters[name] for name in interpreters if name.startswith("torch-")]
+        ends = others(interpreters, cache)
         for name in interpreters:
-            others = [path for path in dict.fromkeys([*ends[:1], *ends[-1:]]) if path != interpreters[name]]
-            found = run(versions[name], cache, others, extra, chosen.whole)
+            readers = [path for path in ends if path != interpreters[name]]
+            found = run(versions[name], cache, readers, extra, chosen.whole)
             runs.append(found)
             print(f"\n{name}: {version_table.summary(found)}", flush=True)
     if runs and not extra:

@@ -1,14 +1,14 @@
 """Save and load checkpoints with the torch and the `fullshard` of this interpreter, in three formats.
 
     python -m tests.data.exchange_checkpoints save FOLDER       writes own/, dcp/ and whole.pt, and expected.json
-    python -m tests.data.exchange_checkpoints load FOLDER       loads each of them into a model whose values are wrong
+    python -m tests.data.exchange_checkpoints load FOLDER ...   loads each of them into a model whose values are wrong
 
     own       the crash-safe format, `fullshard.checkpoint.save`
     dcp       `torch.distributed.checkpoint.save`; an older torch reads 2.15's after `fullshard checkpoint convert`
     whole.pt  `torch.save` of full values on rank 0, `torch.load` with its default of weights only
 
 Two ranks over gloo; parameters, buffers and the state of AdamW. Loading fails where a digest is another one. Both print
-the torch that they ran with.
+`name()` of the interpreter that they ran with.
 """
 
 from __future__ import annotations
@@ -37,6 +37,11 @@ WORLD = 2
 FORMATS = ("own", "dcp", "whole.pt")
 
 
+def name() -> str:
+    """Of this interpreter, as tools/versions.py has it: "python3.11-torch2.10.0"."""
+    return f"python{sys.version_info[0]}.{sys.version_info[1]}-torch{torch.__version__.split('+')[0]}"
+
+
 def save(rank: int, folder: Path) -> None:
     model, optimizer = build("plain")
     train(model, optimizer)
@@ -55,26 +60,26 @@ def save(rank: int, folder: Path) -> None:
 def load(rank: int, folder: Path) -> None:
     said = json.loads((folder / "expected.json").read_text())
     expected = said["state"]
-    for name in FORMATS:
+    for form in FORMATS:
         model, optimizer = build("plain")
         train(model, optimizer)
         state = state_of(model, optimizer, 0)
         with torch.no_grad():
             _each(lambda tensor: tensor.fill_(9), state)
-        if name == "own":
-            checkpoint.load(state, checkpoint_id=str(folder / name))
-        elif name == "dcp":
+        if form == "own":
+            checkpoint.load(state, checkpoint_id=str(folder / form))
+        elif form == "dcp":
             state.pop("step")
             _load_dcp(rank, state, folder, said["torch"])
         else:
-            whole = torch.load(folder / name)
+            whole = torch.load(folder / form)
             state = {part: _each(_filled, state[part], whole[part]) for part in ("model", "optimizer")}
         checkpoint.set_state_dict(
             model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
         )
         found = digests(state_of(model, optimizer, STEPS))
         other = sorted(key for key in {*found, *expected} if found.get(key) != expected.get(key))
-        assert not other, f"{name}: expected the saved values, found others in {other[:5]}"
+        assert not other, f"{folder}: {form}: expected the values of torch {said['torch']}, found others in {other[:5]}"
 
 
 def _load_dcp(rank: int, state: dict[str, Any], folder: Path, wrote: str) -> None:
@@ -123,18 +128,20 @@ def _filled(tensor: Tensor, whole: Tensor) -> Tensor:
         return tensor.copy_(whole)
 
 
-def _rank_main(rank: int, what: str, folder: str, rendezvous: str) -> None:
+def _rank_main(rank: int, what: str, folders: tuple[str, ...], rendezvous: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=WORLD)
-    {"save": save, "load": load}[what](rank, Path(folder))
+    for folder in folders:
+        {"save": save, "load": load}[what](rank, Path(folder))
     dist.destroy_process_group()
 
 
-def main(what: str, folder: str) -> None:
-    os.makedirs(folder, exist_ok=True)
+def main(what: str, *folders: str) -> None:
+    for folder in folders:
+        os.makedirs(folder, exist_ok=True)
     with tempfile.TemporaryDirectory() as rendezvous:
-        mp.spawn(_rank_main, (what, folder, f"{rendezvous}/file"), nprocs=WORLD)
-    print(torch.__version__)
+        mp.spawn(_rank_main, (what, folders, f"{rendezvous}/file"), nprocs=WORLD)
+    print(name())
 
 
 if __name__ == "__main__":

@@ -138,8 +138,8 @@ def test_extras_are_those_of_the_package() -> None:
     assert set(first_cells(INSTALL, "extra")) == extras
     extra = first_cells(ADRS / "0013-torch-is-the-only-requirement.md", "extra")
     assert set(extra) == extras - {"train"}  # a sum of others
-    assert project["dependencies"] == ["torch<2.16,>=2.11"], (
-        "docs/install.md, ADR 0013 and docs/engine.md say 2.11 to 2.15"
+    assert project["dependencies"] == ["torch<2.16,>=2.10"], (
+        "docs/install.md, ADR 0013 and docs/engine.md say 2.10 to 2.15"
     )
 
 

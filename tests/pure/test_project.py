@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import re
 import shutil
 import subprocess
@@ -14,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from tests.data import exchange_checkpoints
 from tools import cuda_stubs, release_check, try_package, version_table, versions
 from tools.cuda_stubs import Elf, Wanted
 from tools.versions import VERSIONS
@@ -140,9 +142,15 @@ def test_a_version_is_green_only_where_all_ended_and_nothing_failed() -> None:
     assert not _run(tiers=failed).is_green
     assert "| 1 failed: `test_b[1]` |" in version_table.table([_run(tiers=failed)])
     assert "tests/threads/test_a.py::test_b[1]: assert 1 == 2" in version_table.summary(_run(tiers=failed))
-    assert "| 2.11.0 | cu130 | 2030-01-02 | selection | - | - | 7 | - | 3 | - | 2 | **passed** |" in (
+    assert "| 2.11.0 | cu130 | 2030-01-02 | selection | - | - | 7 | - | 3 | - | 2 | - | - | **passed** |" in (
         version_table.table([_run()])
     )
+    exchanged = _run(
+        loads=["python3.11-torch2.15.0", "python3.12-torch2.9.1", "python3.13-torch2.9.1"],
+        loaded_by=["python3.11-torch2.12.1"],
+    )
+    assert "| 2 | 2.9, 2.15 | 2.12 | **passed** |" in version_table.table([exchanged])
+    assert "loaded by python3.11-torch2.12.1" in version_table.summary(exchanged)
 
 
 def test_results_of_a_tier_are_read_from_pytest_s_reports(tmp_path: Path) -> None:
@@ -155,6 +163,69 @@ def test_results_of_a_tier_are_read_from_pytest_s_reports(tmp_path: Path) -> Non
     (tmp_path / "killed.xml").write_text("<testsuites><tests")
     (found,) = versions.tiers_of([report, tmp_path / "killed.xml"]).values()
     assert (found.passed, found.skipped, len(found.failed)) == (1, {"why": 1}, 1) and "assert 1 == 2" in found.failed[0]
+
+
+EXCHANGING = """
+import pytest
+
+def test_a(record_property):
+    record_property("loads", "python3.11-torch2.15.0")
+    record_property("loads", "python3.11-torch2.10.0")
+
+def test_b(record_property):
+    record_property("loaded_by", "python3.11-torch2.15.0")
+    record_property("another", "python3.11-torch2.14.0")
+
+@pytest.mark.parametrize("what", ["loads", "loaded_by"])
+def test_that_fails(what, record_property):
+    record_property(what, "python3.11-torch2.11.0")
+    assert what == ""
+"""
+
+
+def test_what_was_exchanged_is_read_from_pytest_s_reports(tmp_path: Path) -> None:
+    (tmp_path / "test_it.py").write_text(EXCHANGING)
+    report = tmp_path / "report.xml"
+    command = [sys.executable, "-m", "pytest", *versions.REPORT, "-Werror", f"--junitxml={report}", "test_it.py"]
+    subprocess.run(command, cwd=tmp_path, capture_output=True, timeout=60)
+    assert versions.exchanged_of([report, tmp_path / "none.xml"]) == {
+        "loads": ["python3.11-torch2.10.0", "python3.11-torch2.15.0"],
+        "loaded_by": ["python3.11-torch2.15.0"],
+    }
+
+
+def test_versions_of_earlier_runs_load_checkpoints_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = versions.Cache(tmp_path, [])
+    monkeypatch.setattr(versions, "_has", lambda python, torch: torch == "2.13.0")
+
+    def made(version: versions.Version) -> Path:
+        if version.torch == "2.14.1":
+            raise versions.NotPossible("it has another torch")
+        return Path(version.torch)
+
+    monkeypatch.setattr(cache, "interpreter", made)
+
+    def others(*chosen: str) -> list[str]:
+        return [path.name for path in versions.others(chosen, cache)]
+
+    assert others("torch-2.12.1") == ["2.12.1"] and others("python-3.12") == []
+    (tmp_path / "bin").mkdir()
+    for torch in ("2.10.0", "2.13.0", "2.14.1"):  # 2.10.0 has no torch any more
+        (tmp_path / "bin" / f"python3.11-torch{torch}").touch()
+    assert others("python-3.12") == others("torch-2.13.0") == ["2.13.0"]
+    (tmp_path / "torch-2.10.0-cp311").mkdir()
+    assert others("torch-2.13.0") == ["2.13.0"]
+    (tmp_path / "torch-2.10.0-cp311" / "made").touch()
+    assert others("torch-2.13.0") == ["2.10.0", "2.13.0"] and others("torch-2.15.0") == ["2.10.0", "2.15.0"]
+    (tmp_path / "torch-2.14.1-cp311").mkdir()
+    (tmp_path / "torch-2.14.1-cp311" / "made").touch()
+    assert others("torch-2.13.0") == ["2.10.0"]
+
+
+def test_a_version_has_one_name() -> None:
+    """The tool's own is that under which a test leaves checkpoints."""
+    python, torch = f"{sys.version_info[0]}.{sys.version_info[1]}", importlib.metadata.version("torch").split("+")[0]
+    assert exchange_checkpoints.name() == versions.Version(python, torch).name
 
 
 def test_stubs_have_the_symbols_that_missing_libraries_lack() -> None:

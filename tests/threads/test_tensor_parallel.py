@@ -23,7 +23,7 @@ from torch.distributed.tensor.parallel import (
 from torch.utils.checkpoint import checkpoint
 
 import fullshard
-from tests.harness import tolerance
+from tests.harness import installed, tolerance
 from tests.harness.behaviours import behaviour
 from tests.harness.implementations import FULLSHARD, TORCH, Implementation, for_each_implementation, run
 from tests.harness.models import seeded
@@ -334,6 +334,9 @@ def test_programs_around_tensor_parallelism(impl: Implementation) -> None:
         model: Any = models[rank]
         plan: dict[str, Any] = {"block.up": ColwiseParallel(), "block.down": RowwiseParallel()}
         parallelize_module(model, mesh["tp"], {**plan, "direct": ColwiseParallel()})
+        if installed.release() < (2, 11):  # it forgets what is frozen
+            model.block.up.bias.requires_grad_(False)
+        assert not model.block.up.bias.requires_grad
         impl.fully_shard(model.block, mesh=mesh["dp"])
         impl.fully_shard(model, mesh=mesh["dp"])
         if impl is FULLSHARD:

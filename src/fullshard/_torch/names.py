@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 # The versions of torch that the package accepts and is tested with: the first and the last, (major, minor).
-OLDEST, NEWEST = (2, 11), (2, 15)
+OLDEST, NEWEST = (2, 10), (2, 15)
 
 
 class PrivateName(NamedTuple):
