@@ -59,7 +59,7 @@ class Planted(NamedTuple):
     program: str = "program"
 
 
-def _change(where: str, old: str, new: str) -> SeededFault:
+def change(where: str, old: str, new: str) -> SeededFault:
     return SeededFault(where, old, new, helpers=__name__)
 
 
@@ -196,6 +196,10 @@ def saved_rounded(value: Any) -> Any:
     return value
 
 
+def scaled(values: tuple[Any, ...]) -> tuple[Any, ...]:
+    return tuple((value * 1.01).to(value.dtype) if value.is_floating_point() else value for value in values)
+
+
 def rounded(values: tuple[Any, ...]) -> tuple[Any, ...]:
     return tuple(in_bfloat16(value) if value.is_floating_point() else value for value in values)
 
@@ -207,68 +211,68 @@ _WITH_HELD = "param.sharded:ParamGradients.sum_with_held"
 _COMMIT = "param.sharded:ParamGradients.commit"
 _SEND, _COMPLETE = "comm.gather:PlannedGather.send", "comm.gather:PlannedGather.complete"
 _ADVANCED, _COLLECT = "comm.reduction:StagedReduction._advanced", "comm.reduction:StagedReduction.collect"
-_FINISHED = "comm.reduction:StagedReduction._finished"
-_CLIP = "api.clip:clip_grad_norm_"
+FINISHED = "comm.reduction:StagedReduction._finished"
+CLIP = "api.clip:clip_grad_norm_"
 _ARRIVED = "staging.views[: len(destinations)]"
 _CAST = "torch._foreach_copy_(places, own)"
 
 
-def _reduced(value: str) -> SeededFault:
+def reduced(value: str) -> SeededFault:
     """`value` instead of the reduced gradient `part`, in which `param` is its parameter."""
-    return _change(RECEIVE, REDUCED, f"param = self.params[i]; gradients.reduced = ({value}) if")
+    return change(RECEIVE, REDUCED, f"param = self.params[i]; gradients.reduced = ({value}) if")
 
 
-def _sent(value: str) -> SeededFault:
+def sent(value: str) -> SeededFault:
     """`value` instead of the full gradient `g` that this rank sends, in which `param` is its parameter."""
-    return _change(
+    return change(
         TAKE,
         SENT_FRESH,
         f"else None if gradients.fresh is None else (lambda g, param: {value})(gradients.fresh, self.params[i]))",
     )
 
 
-def _arrives(value: str) -> SeededFault:
+def arrives(value: str) -> SeededFault:
     """`value` instead of the list `v` of gathered shards as they arrive."""
-    return _change(_COMPLETE, _ARRIVED, f"(lambda v: {value})({_ARRIVED})")
+    return change(_COMPLETE, _ARRIVED, f"(lambda v: {value})({_ARRIVED})")
 
 
-def _held(value: str) -> SeededFault:
+def held(value: str) -> SeededFault:
     """`value` instead of the gradient `fresh` that an earlier micro-batch holds."""
-    return _change(_HELD, "    self.fresh = None\n", f"    self.fresh = None\n    fresh = {value}\n")
+    return change(_HELD, "    self.fresh = None\n", f"    self.fresh = None\n    fresh = {value}\n")
 
 
-_BACKWARD, _STEP = ("backward",), ("optimizer step", "optimizer state")
-_FORWARD, _BOTH = ("forward",), ("forward", "backward")
+BACKWARD, STEP = ("backward",), ("optimizer step", "optimizer state")
+FORWARD, _BOTH = ("forward",), ("forward", "backward")
 _REPLICAS = "zero3+hsdp=2"
 
 PLANTED: dict[str, Planted] = {
     # ---- one replica ----
     "replica 1 negates its gradients from step 3": Planted(
-        (_reduced("-part if here.other_replica() and here.times(param.name, id(self)) >= 2 else part"),),
+        (reduced("-part if here.other_replica() and here.times(param.name, id(self)) >= 2 else part"),),
         _REPLICAS,
         "replicas",
-        _BACKWARD,
+        BACKWARD,
         world=4,
         steps=3,
     ),
     "replica 1 has gradients a percent too large": Planted(
-        (_reduced("part * 1.01 if here.other_replica() else part"),), _REPLICAS, "replicas", _BACKWARD, world=4
+        (reduced("part * 1.01 if here.other_replica() else part"),), _REPLICAS, "replicas", BACKWARD, world=4
     ),
     "replica 1 has the gradients of the step before": Planted(
-        (_reduced("here.late(part, id(param)) if here.other_replica() else part"),),
+        (reduced("here.late(part, id(param)) if here.other_replica() else part"),),
         "zero2+hsdp=2",
         "replicas",
-        _BACKWARD,
+        BACKWARD,
         world=4,
     ),
     "replica 1 keeps its own sum": Planted(
         (
-            _change(
+            change(
                 _ADVANCED,
                 "        self._work = replicate",
                 "        here.keep_own(self, total)\n        self._work = replicate",
             ),
-            _change(
+            change(
                 _COLLECT,
                 "        self._work.wait()\n",
                 "        self._work.wait()\n            here.take_own(self, total)\n",
@@ -276,12 +280,12 @@ PLANTED: dict[str, Planted] = {
         ),
         _REPLICAS,
         "replicas",
-        _BACKWARD,
+        BACKWARD,
         world=4,
     ),
     "parameters of replica 1 drift": Planted(
         (
-            _change(
+            change(
                 "engine.executor:Executor._reshard",
                 "    unit.show_shards()\n",
                 "    here.drift(unit)\n    unit.show_shards()\n",
@@ -289,59 +293,59 @@ PLANTED: dict[str, Planted] = {
         ),
         _REPLICAS,
         "replicas",
-        (*_BACKWARD, *_STEP),
+        (*BACKWARD, *STEP),
         world=4,
     ),
     "a gradient of replica 1 is one ulp off": Planted(
-        (_reduced("here.ulp_off(part) if here.other_replica() and here.is_named(param, 'norm.norm.bias') else part"),),
+        (reduced("here.ulp_off(part) if here.other_replica() and here.is_named(param, 'norm.norm.bias') else part"),),
         _REPLICAS,
         "replicas",
-        _BACKWARD,
+        BACKWARD,
         world=4,
     ),
     "one rank of replica 1 rounds one gradient": Planted(
-        (_reduced("here.in_bfloat16(part) if here.rank() == 3 and here.is_named(param, '1.3.weight') else part"),),
+        (reduced("here.in_bfloat16(part) if here.rank() == 3 and here.is_named(param, '1.3.weight') else part"),),
         "zero2+hsdp=2+bf16",
         "replicas",
-        _BACKWARD,
+        BACKWARD,
         world=4,
     ),
     "replicas are summed in bfloat16": Planted(
         (
-            _change(
+            change(
                 _ADVANCED, "replicate.all_reduce(total,", "replicate.all_reduce(total.copy_(here.in_bfloat16(total)),"
             ),
         ),
         "zero3+hsdp=2+bf16",
         "replicas",
-        _BACKWARD,
+        BACKWARD,
         world=4,
     ),
     "the mean over replicas is taken twice": Planted(
         (
-            _change(
-                _FINISHED,
+            change(
+                FINISHED,
                 "    return result.to(",
                 "    result = result / (1 if after.replicate is None else 2)\n    return result.to(",
             ),
         ),
         _REPLICAS,
         "replicas",
-        _BACKWARD,
+        BACKWARD,
         new=False,
         world=4,
     ),
     # ---- bfloat16, where rounding of kernels in another order would explain it ----
     "weights a percent too large in backward": Planted(
-        (_arrives("[x * 1.01 for x in v] if here.in_backward() else v"),), "zero3+bf16", "gather", _BACKWARD
+        (arrives("[x * 1.01 for x in v] if here.in_backward() else v"),), "zero3+bf16", "gather", BACKWARD
     ),
     "weights an ulp off in backward": Planted(
-        (_arrives("[here.ulp_off(x, 3) for x in v] if here.in_backward() else v"),), "zero3+bf16", "gather", _BACKWARD
+        (arrives("[here.ulp_off(x, 3) for x in v] if here.in_backward() else v"),), "zero3+bf16", "gather", BACKWARD
     ),
-    "gradients 5 percent too large": Planted((_reduced("part * 1.05"),), "zero3+bf16", "reduction", _BACKWARD),
+    "gradients 5 percent too large": Planted((reduced("part * 1.05"),), "zero3+bf16", "reduction", BACKWARD),
     "gradients are summed in bfloat16": Planted(
         (
-            _change(
+            change(
                 "comm.reduce:_Exchange.total",
                 "self._channel.dtypes.sum)",
                 "torch.bfloat16).to(self._channel.dtypes.sum)",
@@ -349,23 +353,23 @@ PLANTED: dict[str, Planted] = {
         ),
         "zero3+bf16",
         "reduction",
-        _BACKWARD,
+        BACKWARD,
     ),
     "a rank sends one gradient an ulp off": Planted(
-        (_sent("here.ulp_off(g, 5) if here.rank() == 1 and here.is_named(param, 'norm.norm.weight') else g"),),
+        (sent("here.ulp_off(g, 5) if here.rank() == 1 and here.is_named(param, 'norm.norm.weight') else g"),),
         "zero2+bf16",
         "reduction",
-        _BACKWARD,
+        BACKWARD,
     ),
     "shards are truncated to bfloat16": Planted(
-        (_change(_SEND, _CAST, "torch._foreach_copy_(places, [here.truncated(x) for x in own])"),),
+        (change(_SEND, _CAST, "torch._foreach_copy_(places, [here.truncated(x) for x in own])"),),
         "zero3+bf16",
         "cast",
-        _FORWARD,
+        FORWARD,
     ),
     "a unit does not cast its inputs in its forward": Planted(
         (
-            _change(
+            change(
                 "engine.hooks:UnitHooks._forward_begins",
                 "policy.param_dtype if policy.cast_forward_inputs else",
                 "policy.param_dtype if policy.cast_forward_inputs and not unit.record.name.endswith('waves') else",
@@ -373,76 +377,76 @@ PLANTED: dict[str, Planted] = {
         ),
         "zero3+bf16",
         "cast",
-        _FORWARD,
+        FORWARD,
         program="timed",
     ),
     # ---- held gradients ----
     "held gradients are kept in bfloat16": Planted(
-        (_held("here.in_bfloat16(fresh)"),), "zero3+micro=2", "accumulation", _BACKWARD
+        (held("here.in_bfloat16(fresh)"),), "zero3+micro=2", "accumulation", BACKWARD
     ),
     "held gradients are added in bfloat16": Planted(
-        (_change(_WITH_HELD, "    return held +", "    return here.in_bfloat16(held) +"),),
+        (change(_WITH_HELD, "    return held +", "    return here.in_bfloat16(held) +"),),
         "zero3+bf16+micro=3",
         "accumulation",
-        _BACKWARD,
+        BACKWARD,
     ),
     "held gradients are kept twice": Planted(
-        (_held("fresh if here.times(id(self)) % 2 else 2 * fresh"),), "zero2+micro=3", "accumulation", _BACKWARD
+        (held("fresh if here.times(id(self)) % 2 else 2 * fresh"),), "zero2+micro=3", "accumulation", BACKWARD
     ),
     "held gradients of one parameter are dropped": Planted(
-        (_held("fresh * 0 if here.is_named(self._param, 'norm.norm.weight') else fresh"),),
+        (held("fresh * 0 if here.is_named(self._param, 'norm.norm.weight') else fresh"),),
         "zero3+micro=2",
         "accumulation",
-        _BACKWARD,
+        BACKWARD,
         new=False,
     ),
     "held gradients are a percent too small": Planted(
-        (_held("fresh * 0.99"),), "zero3+bf16+micro=2", "accumulation", _BACKWARD
+        (held("fresh * 0.99"),), "zero3+bf16+micro=2", "accumulation", BACKWARD
     ),
     "held gradients are those of the step before": Planted(
-        (_held("here.late(fresh, id(self))"),), "zero3+micro=2", "accumulation", _BACKWARD
+        (held("here.late(fresh, id(self))"),), "zero3+micro=2", "accumulation", BACKWARD
     ),
     "the last micro-batch is not added": Planted(
-        (_change(_WITH_HELD, "    return held +", "    return held + 0 *"),),
+        (change(_WITH_HELD, "    return held +", "    return held + 0 *"),),
         "zero2+bf16+micro=2",
         "accumulation",
-        _BACKWARD,
+        BACKWARD,
     ),
     # ---- clipping ----
     "the norm is that of local shards": Planted(
-        (_change(_CLIP, "        for group in own:\n", "        for group in ():\n"),), "zero3", "clip", ("clipping",)
+        (change(CLIP, "        for group in own:\n", "        for group in ():\n"),), "zero3", "clip", ("clipping",)
     ),
     "the norm counts replicas twice": Planted(
-        (_change(_CLIP, "    norm = norm.float()\n", "    norm = norm.float() * 2**0.5\n"),),
+        (change(CLIP, "    norm = norm.float()\n", "    norm = norm.float() * 2**0.5\n"),),
         _REPLICAS,
         "clip",
         ("clipping",),
         world=4,
     ),
     "gradients are clipped twice": Planted(
-        (_change(_CLIP, "torch._foreach_mul_(locals_, scale)", "torch._foreach_mul_(locals_, scale * scale)"),),
+        (change(CLIP, "torch._foreach_mul_(locals_, scale)", "torch._foreach_mul_(locals_, scale * scale)"),),
         "zero2",
         "clip",
         ("clipping",),
     ),
     "the first unit is not clipped": Planted(
-        (_change(_CLIP, "torch._foreach_mul_(locals_, scale)", "torch._foreach_mul_(locals_[2:], scale)"),),
+        (change(CLIP, "torch._foreach_mul_(locals_, scale)", "torch._foreach_mul_(locals_[2:], scale)"),),
         "zero3",
         "clip",
         ("clipping",),
     ),
     "the norm of bfloat16 numbers": Planted(
-        (_change(_CLIP, "    norm = norm.float()\n", "    norm = norm.bfloat16().float()\n"),),
+        (change(CLIP, "    norm = norm.float()\n", "    norm = norm.bfloat16().float()\n"),),
         "zero3+bf16",
         "clip",
         ("clipping",),
     ),
     # ---- evaluation ----
     "an evaluation leaves stale weights": Planted(
-        (_arrives("here.from_evaluation(v, self)"),), "zero3", "evaluation", _BOTH, steps=3
+        (arrives("here.from_evaluation(v, self)"),), "zero3", "evaluation", _BOTH, steps=3
     ),
     "an evaluation computes with one unit's first weights": Planted(
-        (_arrives("[here.first(x, id(self), i) for i, x in enumerate(v)] if here.evaluates() else v"),),
+        (arrives("[here.first(x, id(self), i) for i, x in enumerate(v)] if here.evaluates() else v"),),
         "zero3",
         "evaluation",
         ("evaluation",),
@@ -450,7 +454,7 @@ PLANTED: dict[str, Planted] = {
     ),
     "an evaluation computes with weights that are not cast right": Planted(
         (
-            _change(
+            change(
                 _SEND,
                 _CAST,
                 "torch._foreach_copy_(places, [here.truncated(x) for x in own] if here.evaluates() else own)",
@@ -461,7 +465,7 @@ PLANTED: dict[str, Planted] = {
         ("evaluation",),
     ),
     "an evaluation draws random numbers": Planted(
-        (_arrives("[x + 0 * torch.rand(1, dtype=x.dtype) for x in v] if here.evaluates() else v"),),
+        (arrives("[x + 0 * torch.rand(1, dtype=x.dtype) for x in v] if here.evaluates() else v"),),
         "zero2",
         "evaluation",
         ("generators", "evaluation"),
@@ -469,7 +473,7 @@ PLANTED: dict[str, Planted] = {
     # ---- reload ----
     "a state dict loses the last row of each shard": Planted(
         (
-            _change(
+            change(
                 "engine.state_dict:_sharded_as",
                 "    part = local_part(value, parameter)\n",
                 "    part = here.last_row_lost(local_part(value, parameter))\n",
@@ -481,7 +485,7 @@ PLANTED: dict[str, Planted] = {
     ),
     "a state dict has rounded values": Planted(
         (
-            _change(
+            change(
                 "engine.state_dict:_ModuleHooks.after_saving",
                 "        value = state_dict.get(key)\n",
                 "        value = state_dict[key] = here.saved_rounded(state_dict.get(key))\n",
@@ -494,18 +498,18 @@ PLANTED: dict[str, Planted] = {
     ),
     # ---- the rest ----
     "weights a percent too large in backward, float32": Planted(
-        (_arrives("[x * 1.01 for x in v] if here.in_backward() else v"),), "zero3", "gather", _BACKWARD
+        (arrives("[x * 1.01 for x in v] if here.in_backward() else v"),), "zero3", "gather", BACKWARD
     ),
     "weights are stale where they are computed again": Planted(
-        (_arrives("[here.first(x, id(self), i) for i, x in enumerate(v)] if here.in_backward() else v"),),
+        (arrives("[here.first(x, id(self), i) for i, x in enumerate(v)] if here.in_backward() else v"),),
         "zero3+recompute",
         "gather",
-        _BACKWARD,
+        BACKWARD,
         new=False,
     ),
     "kept weights are scaled": Planted(
         (
-            _change(
+            change(
                 "param.group:SecondaryGroup.keep",
                 "    torch._foreach_copy_(self._parts, self._sources)",
                 "    torch._foreach_copy_(self._parts, [x * 1.001 for x in self._sources])",
@@ -513,30 +517,30 @@ PLANTED: dict[str, Planted] = {
         ),
         "zero3=2",
         "gather",
-        _BACKWARD,
+        BACKWARD,
         world=4,
     ),
     "the last row of each shard gets no gradient": Planted(
-        (_reduced("here.last_row_lost(part)"),), "zero3", "reduction", _BACKWARD, new=False
+        (reduced("here.last_row_lost(part)"),), "zero3", "reduction", BACKWARD, new=False
     ),
     "a rank sends the gradients of the step before": Planted(
-        (_sent("here.late(g, id(param)) if here.rank() == 1 else g"),), "zero2", "reduction", _BACKWARD, new=False
+        (sent("here.late(g, id(param)) if here.rank() == 1 else g"),), "zero2", "reduction", BACKWARD, new=False
     ),
     "gradients are negated every third step": Planted(
-        (_reduced("-part if here.times(id(param)) % 3 == 2 else part"),), "zero2", "reduction", _BACKWARD, steps=3
+        (reduced("-part if here.times(id(param)) % 3 == 2 else part"),), "zero2", "reduction", BACKWARD, steps=3
     ),
     "one gradient is one ulp off": Planted(
-        (_reduced("here.ulp_off(part) if here.is_named(param, '0.3.bias') else part"),), "zero3", "reduction", _BACKWARD
+        (reduced("here.ulp_off(part) if here.is_named(param, '0.3.bias') else part"),), "zero3", "reduction", BACKWARD
     ),
     "one of three ranks sends rounded gradients": Planted(
-        (_sent("here.in_bfloat16(g) if here.rank() == 2 else g"),), "zero3", "reduction", _BACKWARD, world=3
+        (sent("here.in_bfloat16(g) if here.rank() == 2 else g"),), "zero3", "reduction", BACKWARD, world=3
     ),
     "weights are an ulp off on one rank": Planted(
-        (_arrives("[here.ulp_off(x, 7) for x in v] if here.rank() == 1 else v"),), "zero3", "gather", _FORWARD
+        (arrives("[here.ulp_off(x, 7) for x in v] if here.rank() == 1 else v"),), "zero3", "gather", FORWARD
     ),
     "shards move by an ulp after a step": Planted(
         (
-            _change(
+            change(
                 "engine.executor:Executor._finish",
                 "    for unit in self._backward.touched:\n",
                 "    for unit in self._backward.touched:\n        here.moved(unit)\n",
@@ -544,11 +548,11 @@ PLANTED: dict[str, Planted] = {
         ),
         "zero3",
         "shards",
-        (*_BACKWARD, *_STEP),
+        (*BACKWARD, *STEP),
     ),
     "inputs of units that are computed again are rounded": Planted(
         (
-            _change(
+            change(
                 "engine.hooks:UnitHooks._forward_begins",
                 "    unit = self._unit\n",
                 "    unit = self._unit\n    args = here.rounded(args) if here.in_backward() else args\n",
@@ -556,12 +560,12 @@ PLANTED: dict[str, Planted] = {
         ),
         "zero3+recompute",
         "recomputation",
-        _BACKWARD,
+        BACKWARD,
         program="timed",
     ),
     "inputs of units that are computed again are a percent too large": Planted(
         (
-            _change(
+            change(
                 "engine.hooks:UnitHooks._forward_begins",
                 "    unit = self._unit\n",
                 "    unit = self._unit\n    args = tuple(a * 1.01 for a in args) if here.in_backward() else args\n",
@@ -569,28 +573,28 @@ PLANTED: dict[str, Planted] = {
         ),
         "zero3+bf16+recompute",
         "recomputation",
-        _BACKWARD,
+        BACKWARD,
         program="timed",
     ),
     "weights that are prefetched arrive scaled": Planted(
         (
-            _change(
+            change(
                 "engine.hooks:UnitHooks._forward_begins",
                 "    unit = self._unit\n",
                 "    unit = self._unit\n    here.times('forwards')\n",
             ),
-            _change(_SEND, "    direct, packed, staging =", "    here.sends(self)\n    direct, packed, staging ="),
-            _arrives("[x * 1.001 for x in v] if here.was_prefetched(self) else v"),
+            change(_SEND, "    direct, packed, staging =", "    here.sends(self)\n    direct, packed, staging ="),
+            arrives("[x * 1.001 for x in v] if here.was_prefetched(self) else v"),
         ),
         "zero3",
         "prefetch",
-        _FORWARD,
+        FORWARD,
         steps=3,
     ),
     "the scaler does not unscale the last gradient": Planted(
-        (_change("api.clip:_local_views", "    return views\n", "    return views[:-1]\n"),),
+        (change("api.clip:_local_views", "    return views\n", "    return views[:-1]\n"),),
         "zero3+fp16",
         "scaler",
-        _BACKWARD,
+        BACKWARD,
     ),
 }

@@ -1,4 +1,4 @@
-"""The faults of planted_faults.py, and what `fullshard verify` says of each.
+"""The faults of planted_faults.py and planted_later.py, and what `fullshard verify` says of each.
 
 $ python -m tests.harness.planted_table            all of them, some three minutes
 $ python -m tests.harness.planted_table replica    those with that word in their name
@@ -12,11 +12,14 @@ from pathlib import Path
 
 from tests.harness.errors import RanksFailed
 from tests.harness.planted_faults import PLACES, PLANTED
+from tests.harness.planted_later import LATER
 from tests.harness.verified import compare, explain, record_planted
 
 
 def main(words: list[str]) -> None:
-    chosen = {name: fault for name, fault in PLANTED.items() if not words or any(word in name for word in words)}
+    chosen = {
+        name: fault for name, fault in (PLANTED | LATER).items() if not words or any(word in name for word in words)
+    }
     found, right = [], []
     print(f"{'fault':<66}{'found':<30}{'place':<14}said")
     for name, fault in chosen.items():

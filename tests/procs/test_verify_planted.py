@@ -18,6 +18,7 @@ from fullshard.verify.replicas import digest
 from fullshard.verify.setting import Setting
 from fullshard.verify.strategy import parse_strategy
 from tests.harness.planted_faults import PLACES, PLANTED, Planted
+from tests.harness.planted_later import LATER, UNKNOWN
 from tests.harness.seeded_faults import PROVEN, source_of
 from tests.harness.verified import ENTRY, compare, explain, record, record_planted
 
@@ -28,7 +29,7 @@ def test_the_registry() -> None:
     assert {fault.place for fault in PLANTED.values()} == set(PLACES)
 
 
-@pytest.mark.parametrize("fault", PLANTED.values(), ids=PLANTED)
+@pytest.mark.parametrize("fault", [*PLANTED.values(), *LATER.values()], ids=[*PLANTED, *LATER])
 def test_what_a_fault_changes_is_there(fault: Planted) -> None:
     for each in fault.faults:
         assert source_of(each)
@@ -43,6 +44,17 @@ def test_a_planted_fault_is_found_and_its_place_named(name: str, tmp_path: Path)
     assert result.difference is not None and result.difference.phase in fault.phases, result.difference
     found = explain(result, fault)
     assert found is not None and found.cause.startswith(f"{PLACES[fault.place]}:"), found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LATER)
+def test_a_later_fault_is_found_and_its_place_named(name: str, tmp_path: Path) -> None:
+    fault = LATER[name]
+    result = compare(tmp_path, record_planted(tmp_path, fault))
+    assert result.difference is not None and result.difference.phase in fault.phases, result.difference
+    found = explain(result, fault)
+    assert found is not None
+    assert found.cause == "unknown" if name in UNKNOWN else found.cause.startswith(f"{PLACES[fault.place]}:"), found
 
 
 @pytest.mark.quick(9)

@@ -71,6 +71,11 @@ FSDP_ALLOWED = {
     "verify/former.py": "`fullshard migrate --prove` trains with FSDP1 and DDP",
 }
 
+# Beside the engine: who registers hooks.
+HOOKS_ALLOWED = {
+    "verify/weights.py": "for the cause of a difference: sees gradients of each rank independently of the engine",
+}
+
 MAX_LINES = 600
 MAX_ATTRIBUTES = 15
 # Files over the limit, each with the reason that a reader is asked to accept.
@@ -191,7 +196,10 @@ def test_collectives_only_in_comm() -> None:
 
 def test_hooks_are_registered_only_in_the_engine() -> None:
     others = [source for source in SOURCES if source.room != "engine"]
-    _no_findings([finding for source in others for finding in src.hook_registrations(source)])
+    findings = [finding for source in others for finding in src.hook_registrations(source)]
+    excused = {finding: file for finding in findings for file in HOOKS_ALLOWED if finding.startswith(f"{file}:")}
+    _no_findings([finding for finding in findings if finding not in excused])
+    assert set(HOOKS_ALLOWED) == set(excused.values())
 
 
 def test_private_torch_names_only_in_the_compatibility_file() -> None:

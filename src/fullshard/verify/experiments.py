@@ -29,6 +29,7 @@ from torch import Tensor
 
 from fullshard.program import Program
 
+from .arithmetic import mean, order_is_known
 from .causes import largest
 from .comparison import COPIES, PHASES, Difference
 from .exercised import FullComparison
@@ -52,6 +53,8 @@ PREFETCH = "prefetch"
 SCALER = "the scaler"
 SHARDS = "the shards"
 TIES = "ties"
+# What a wrong value of one rank's forward or backward may depend on, in the order in which it is named.
+_ON = PREFETCH, RECOMPUTATION, PRECISION
 # By exercise; the phase of a difference begins with its name.
 EXERCISES = {
     "clipping": "clipping",
@@ -160,6 +163,9 @@ class _Watch:
         if latest is None or again.step != latest[0]:
             return None
         _, records, expected, scale = latest
+        moved = {name for record in records if record.watched is not None for name in record.watched.moved}
+        if moved:
+            return Place(SHARDS, f"{min(moved)} changed before the optimizer stepped", fits=False)
         if (weights := self._weights(records)) is not None:
             return weights
         if again.phase == "forward":
@@ -167,9 +173,6 @@ class _Watch:
         if again.phase == "backward":
             return self._backward(records, expected, scale)
         if again.phase in PHASES[-2:]:
-            moved = {name for record in records if record.watched is not None for name in record.watched.moved}
-            if moved:
-                return Place(SHARDS, f"{min(moved)} changed before the optimizer stepped", fits=False)
             return self._depending("the optimizer's step", "gradients and shards were right before it")
         found = self._depending(again.phase, "")
         return None if found.name == again.phase else found
@@ -193,15 +196,16 @@ class _Watch:
                         return self._depending(GATHER, text, (PREFETCH, PRECISION, OFFLOAD))
         return None
 
-    def _depending(self, place: str, shown: str, on: tuple[str, ...] = (PREFETCH, RECOMPUTATION, PRECISION)) -> Place:
+    def _depending(self, place: str, shown: str, on: tuple[str, ...] = _ON) -> Place:
         """`place`, or what of `on` the difference depends on."""
         return Place(next((change for change in on if change in self.gone), place), shown)
 
-    def _backward(self, records: list[Step], expected: Expected, scale: float) -> Place:
+    def _backward(self, records: list[Step], expected: Expected, scale: float) -> Place | None:
         name, setting = self.again.name, self.setting
         watched = [record.watched for record in records if record.watched is not None]
         if setting.strategy.tensor > 1 or len(watched) < len(records):
-            return self._depending("the backward", "")
+            place = self._depending("the backward", "", (*_ON, ACCUMULATION, REPLICAS))
+            return None if place.name == "the backward" else place
         torn = {each for one in watched for each in one.torn}
         if name in torn:
             return Place(TIES, f"{name} is several tensors on its modules, and each gets a part of the gradient")
@@ -219,9 +223,11 @@ class _Watch:
             if largest(total / scale, wanted) <= size:
                 text += ", and their sum in float64 is what is expected"
         reduced = watched[0].scaled.get(name)
-        if setting.strategy.precision == "fp16" and total is not None and reduced is not None:
-            exact = self.comparison.tolerance.reducing * total.abs().max().item()
-            if largest(reduced, total) <= exact + torch.finfo(stored).eps * total.abs().max().item():
+        if setting.strategy.precision == "fp16" and reduced is not None and total is not None:
+            parts = expected.raw(name, dtype, scale * len(records))
+            exact = mean(parts, setting, stored) if order_is_known(setting) else None
+            size = self.comparison.tolerance.reducing * total.abs().max().item()
+            if same(reduced, exact) if exact is not None else largest(reduced, total) <= size:
                 return Place(SCALER, f"the gradient of {name} is right before it is divided", fits=False)
         return self._depending(REDUCTION, text, (ACCUMULATION, REPLICAS, OFFLOAD))
 

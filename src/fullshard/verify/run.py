@@ -48,10 +48,10 @@ def verify(
     world: processes, all on this machine; a multiple of the numbers after `hsdp` and `tp`.
     tell: called with a line of text at each stage.
 
-    Writes 24 bytes for each parameter and step to the temporary folder of the system, and removes them. Raises
-    `ProgramError` for a program that plain torch cannot train, for devices that are not there, and if a signal stops
-    it; `ValueError` for a strategy that does not fit
-    `world`.
+    Writes 24 bytes for each parameter and step to the temporary folder of the system, and removes them. Where
+    something differs, it trains again up to seven times, for the cause. Raises `ProgramError` for a program that plain
+    torch cannot train, for devices that are not there, and if a signal stops it; `ValueError` for a strategy that does
+    not fit `world`.
     """
     try:
         return _results(entry, strategies, world, steps, libraries, device, steps_only, tell)

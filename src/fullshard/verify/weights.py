@@ -2,6 +2,9 @@
 
 They are looked at inside of the forward of each unit, after the library gathered them, also where activations are
 computed again in backward. `forward` is wrapped, so no hook comes between those of the library.
+
+Only where the cause of a difference is looked for, a hook on each full parameter keeps the gradient that autograd made
+for this rank, and looks at the weights of its unit at that moment: those that backward computed with.
 """
 
 from __future__ import annotations
@@ -48,6 +51,7 @@ class Weights:
         self._count, self._others = 0, dict[tuple[str, str], Used]()
         # Of each micro-batch, the gradients of this rank by name, before any reduction; None: they are not kept.
         self.gradients: list[dict[str, Tensor]] | None = None
+        # Full parameters with a hook; and by name, which tensors got a gradient since `torn` was called.
         self._hooked: Any = WeakIdKeyDictionary()
         self._tensors = dict[str, set[int]]()
 
@@ -101,11 +105,13 @@ class Weights:
 
     def _came(self, unit: nn.Module, name: str, tensor: int, gradient: Tensor) -> None:
         """`gradient` of a full parameter was computed, by weights that are still there."""
-        if self.gradients:
+        if not self.gradients:
+            return
+        if not isinstance(gradient, DTensor):  # beside tensor parallelism it is a part of one
             self._tensors.setdefault(name, set()).add(tensor)
             here, copy = self.gradients[-1], gradient.detach().to("cpu", copy=True)
             here[name] = here[name] + copy if name in here else copy
-            self.look(unit)
+        self.look(unit)
 
     def _dtype_of(self, name: str) -> torch.dtype | None:
         return None if name in self._kept else self._dtype
