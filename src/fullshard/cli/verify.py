@@ -37,7 +37,8 @@ def add_command(commands: Any) -> None:
         "verify",
         help="prove on your model that sharded training equals plain training",
         description=(
-            "Train a few steps sharded, take each step again in one process, and name the first difference and its cause."
+            "Train a few steps sharded, take each step again in one process, and name the first difference and "
+            "its cause."
         ),
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
