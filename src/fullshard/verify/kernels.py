@@ -9,8 +9,6 @@ the shards of each rank, one rank after the other, as plain tensors.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import torch
 from torch import Tensor, nn
 
@@ -92,8 +90,3 @@ def _pieces(value: Tensor, dim: int, shards: int) -> list[Tensor]:
 def same(found: Tensor, wanted: Tensor) -> bool:
     """Whether all values are equal; NaN is equal to NaN."""
     return torch.equal(found, wanted) or bool(((found == wanted) | (found.isnan() & wanted.isnan())).all())
-
-
-def with_threads(counts: Iterable[int]) -> None:
-    """Compute with as many threads as the processes of the training: another number cuts sums elsewhere."""
-    torch.set_num_threads(min(counts))
