@@ -242,7 +242,7 @@ def held(value: str) -> SeededFault:
 
 
 BACKWARD, STEP = ("backward",), ("optimizer step", "optimizer state")
-FORWARD, _BOTH = ("forward",), ("forward", "backward")
+FORWARD = ("forward",)
 _REPLICAS = "zero3+hsdp=2"
 
 PLANTED: dict[str, Planted] = {
@@ -443,7 +443,7 @@ PLANTED: dict[str, Planted] = {
     ),
     # ---- evaluation ----
     "an evaluation leaves stale weights": Planted(
-        (arrives("here.from_evaluation(v, self)"),), "zero3", "evaluation", _BOTH, steps=3
+        (arrives("here.from_evaluation(v, self)"),), "zero3", "evaluation", ("evaluation",), steps=3
     ),
     "an evaluation computes with one unit's first weights": Planted(
         (arrives("[here.first(x, id(self), i) for i, x in enumerate(v)] if here.evaluates() else v"),),

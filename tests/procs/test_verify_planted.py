@@ -12,7 +12,7 @@ from torch import nn
 from fullshard.program import Program, find_program
 from fullshard.verify import arithmetic
 from fullshard.verify.experiments import Experiments
-from fullshard.verify.kernels import elementwise
+from fullshard.verify.kernels import can_be_equal, elementwise
 from fullshard.verify.reference import read_before, read_step
 from fullshard.verify.replicas import digest
 from fullshard.verify.setting import Setting
@@ -136,6 +136,18 @@ def test_where_the_order_of_sums_is_known() -> None:
     assert not arithmetic.order_is_known(_setting("zero3", 3, "torch"))
     assert not arithmetic.order_is_known(_setting("zero3", 3, device="cuda"))
     assert not arithmetic.order_is_known(_setting("zero3", 2, "fsdp1"))
+
+
+def test_on_a_device_bits_are_expected_of_deterministic_kernels_alone() -> None:
+    assert can_be_equal(_setting("zero3")) and not can_be_equal(_setting("zero3+tp=2", 4))
+    assert not can_be_equal(_setting("zero3", library="ddp"))
+    on_device = _setting("zero3", device="cuda")
+    assert not can_be_equal(on_device)
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert can_be_equal(on_device)
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 def test_the_mean_has_the_arithmetic_of_the_reduction() -> None:
