@@ -13,6 +13,7 @@ import importlib
 import inspect
 import os
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -33,14 +34,15 @@ def _adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
 
 def shard_blocks(model: nn.Module, fully_shard: Callable[..., Any]) -> None:
     """Shard the blocks of `model`, then the rest: the classes that Hugging Face names in `_no_split_modules`, else the
-    members of the `ModuleList` or `Sequential` with the most parameters."""
-    for block in blocks_of(model):
+    members of the `ModuleList` or `Sequential` with the most parameters. Blocks inside of others, and blocks with a
+    parameter that is tied to one outside, belong to what is around them."""
+    for block in blocks_apart(model):
         fully_shard(block)
     fully_shard(model)
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:
-    """The blocks that `shard_blocks` shards, in the order of `model.modules()`."""
+    """The blocks of `model`, as `shard_blocks` looks for them, in the order of `model.modules()`."""
     named = set(getattr(model, "_no_split_modules", None) or ())
     blocks = [module for module in model.modules() if type(module).__name__ in named and module is not model]
     if blocks:
@@ -48,6 +50,19 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
     lists = [module for module in model.modules() if isinstance(module, (nn.ModuleList, nn.Sequential))]
     largest = max(lists, key=lambda found: sum(p.numel() for p in found.parameters()), default=None)
     return [child for child in largest or () if next(child.parameters(), None) is not None and child is not model]
+
+
+def blocks_apart(model: nn.Module) -> list[nn.Module]:
+    """`blocks_of`, without those that are inside of others or share a parameter with what is outside of them."""
+    uses = Counter(id(p) for module in model.modules() for p in module.parameters(recurse=False))
+    kept: list[nn.Module] = []
+    inside = set[nn.Module]()
+    for block in blocks_of(model):
+        own = Counter(id(p) for module in block.modules() for p in module.parameters(recurse=False))
+        if block not in inside and all(uses[each] == count for each, count in own.items()):
+            kept.append(block)
+            inside.update(block.modules())
+    return kept
 
 
 # ---- modules that compute in the dtype of their parameters -----------------------------------------------------------

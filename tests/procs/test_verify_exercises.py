@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
+from fullshard.program import Program, find_program
+from fullshard.verify import page
+from fullshard.verify.applicable import Applicable
+from fullshard.verify.comparison import Result
 from fullshard.verify.exercised import read_exercised
-from fullshard.verify.setting import EXERCISES
+from fullshard.verify.exercises import OF_TORCH
+from fullshard.verify.setting import EXERCISES, Setting
+from fullshard.verify.strategy import parse_strategy
 from tests.harness.exercise_faults import EXERCISED
+from tests.harness.seeded_faults import PROVEN
 from tests.harness.verified import compare, record
 
 SOUND = [
@@ -69,3 +81,45 @@ def test_buffers_that_are_updated_again_are_no_fault(strategy: str, tmp_path: Pa
     result = compare(tmp_path, record(tmp_path, strategy, entry="tests.harness.verified:batch_norms"))
     assert result.verdict == "equal", result.difference
     assert any("updates the buffer blocks.0.norm" in note and "a second time" in note for note in result.notes)
+
+
+@pytest.mark.parametrize(("strategy", "program"), [("zero2", "program"), ("zero2+recompute", "batch_norms")])
+def test_buffers_that_are_not_updated_are_a_fault(strategy: str, program: str, tmp_path: Path) -> None:
+    """Also where they are updated again."""
+    fault = PROVEN["buffers are put back after a forward"].fault
+    setting = record(tmp_path, strategy, fault=fault, entry=f"tests.harness.verified:{program}")
+    found = compare(tmp_path, setting).difference
+    assert found is not None and found.phase == "buffers" and "norm." in found.name, found
+
+
+# ---- what cannot be exercised ----------------------------------------------------------------------------------------
+
+
+def test_what_cannot_be_exercised_is_said(tmp_path: Path) -> None:
+    """A loss that needs gradients; units that are not the whole model; too few devices; another library."""
+    entry = "tests.harness.sound_programs:program:gradient penalty"
+    setting = Setting(entry, "fullshard", parse_strategy("zero3"), 2, 2, "cpu")
+    found, why = Applicable(find_program(entry), torch.device("cpu"), None).exercises(setting)
+    assert "evaluation" not in found and "another world" not in found and "checkpoint" in found
+    assert "the plain model raises under no_grad: RuntimeError" in why["evaluation"]
+    setting = setting._replace(exercises=found)
+    result = Result(setting, exercised=found, not_exercised=why)
+    assert "not exercised: another world: there are no devices" in page.table([result])
+    assert json.loads(json.dumps(page.as_json(entry, [result])))["results"][0]["not_exercised"] == why
+    assert "Not exercised: evaluation: the plain model raises" in page.page(entry, [result])
+    parts = Program(lambda: nn.Sequential(nn.Linear(2, 2)), lambda m, x: m(x).sum(), lambda _: torch.ones(2), _parts)
+    _, why = Applicable(parts, torch.device("cpu"), 3).exercises(setting)
+    assert why == {"output_dtype": "shard does not call fully_shard with the whole model"}
+    found, why = Applicable(parts, torch.device("cpu"), 3).exercises(setting._replace(library="torch"))
+    assert found == ("clipping", "evaluation", "state dicts") and set(why.values()) == {"with fullshard alone"}
+    assert Applicable(parts, torch.device("cpu"), 3).exercises(setting._replace(library="ddp"))[0] == ()
+
+
+def _parts(model: nn.Module, fully_shard: Callable[..., Any]) -> None:
+    fully_shard(model[0])  # type: ignore[index]
+
+
+@pytest.mark.slow
+def test_torch_is_exercised_too(tmp_path: Path) -> None:
+    result = compare(tmp_path, record(tmp_path, "zero3", library="torch", exercises=OF_TORCH))
+    assert result.verdict == "equal", result.difference

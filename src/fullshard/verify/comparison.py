@@ -30,7 +30,7 @@ from fullshard.rounding import rows_of, sums, terms_of, unit
 
 from . import arithmetic
 from .causes import Causes, errors, largest
-from .kernels import can_be_equal, elementwise, other_bits, same
+from .kernels import can_be_equal, differentiates, elementwise, other_bits, same
 from .reference import Expected, Reference, read_before, read_step
 from .replicas import Held
 from .setting import Setting
@@ -137,6 +137,8 @@ class Comparison:
         # Whether the same kernels compute on both sides, so that bits have to be equal; of forward and backward, and of
         # the optimizer.
         self.same_kernels = self.same_updates = can_be_equal(setting)
+        # Whether each micro-batch is added to the earlier ones as a whole.
+        self._whole_parts = True
 
     def run(self) -> Result:
         # Another number of threads cuts sums elsewhere.
@@ -375,7 +377,7 @@ class Comparison:
 
     def _in_order(self, name: str, expected: Expected, scale: float) -> Tensor | None:
         """The gradient in the arithmetic of the reduction; None where the order of its sums is not known."""
-        if not self.same_kernels or not arithmetic.order_is_known(self.setting):
+        if not self.same_kernels or not self._whole_parts or not arithmetic.order_is_known(self.setting):
             return None
         computed, stored = self.reference.dtypes(name)
         parts = expected.raw(name, computed, scale * self.setting.data_world)
@@ -523,6 +525,7 @@ class Comparison:
                 f"the plain model gives other bits in the processes of the training ({other}), so tolerances are those "
                 f"of the rounding of whole sums"
             )
+        self._whole_parts = self.setting.strategy.micro == 1 or not differentiates(self.reference)
         self.same_updates = elementwise(
             self.reference.program,
             {name: value for name, value in self.parameters.items() if name in self.reference.trainable},

@@ -80,9 +80,9 @@ class Loaded(NamedTuple):
 
 class Opened(NamedTuple):
     """Full parameters on one rank. `buffers`: of the model. `names`: in the state dict inside of the context. `loss`:
-    of a forward inside; None beside tensor parallelism. The rest, each as (looked at, those that differ): what was
-    there inside; what rank 0 has where it alone gets them; the shards after edits that are dropped, and after edits
-    that are kept."""
+    of a forward inside; None beside tensor parallelism, and of a loss that needs gradients. The rest, each as (looked
+    at, those that differ): what was there inside; what rank 0 has where it alone gets them; the shards after edits that
+    are dropped, and after edits that are kept."""
 
     buffers: dict[str, Tensor]
     names: list[str]
@@ -137,25 +137,25 @@ def exercise(training: Training, folder: Path) -> Exercised:
 
     def evaluate(when: str, *modes: str) -> None:
         for mode in modes if "evaluation" in asked else ():
-            with during("evaluation"):
+            with during("exercising evaluation"):
                 evaluated.append(_evaluate(training, when, mode))
 
     def between() -> None:
         evaluate("between backward and the optimizer's step", "no_grad", "inference_mode")
         if "clipping" in asked:
-            with during("clipping"):
+            with during("exercising clipping"):
                 clipped.append(_clip(training))
 
     evaluate("after the last step", "no_grad", "inference_mode")
     scaler = training.scaler.state_dict()
     if "state dicts" in asked:
-        with during("state dicts"):
+        with during("exercising state dicts"):
             model_state = _cloned(training.model.state_dict())
             optimizer_state = _cloned(training.optimizer.state_dict())
             names = [clean(name) for name in model_state]
             taken = _among(_state_dict(training), _in_modules(training.model))
     if "checkpoint" in asked:
-        with during("checkpoint"):
+        with during("exercising checkpoint"):
             _save(training, folder)
             if dist.get_rank() == 0:
                 torch.save(tuple(before), folder / "saved.pt")
@@ -163,14 +163,14 @@ def exercise(training: Training, folder: Path) -> Exercised:
         step = training.step(last, between)
         evaluate("after a step that follows an evaluation", "inference_mode", "no_grad, training")
     if "state dicts" in asked:
-        with during("state dicts"):
+        with during("exercising state dicts"):
             training.model.load_state_dict(model_state)
             training.optimizer.load_state_dict(optimizer_state)
             training.trained.weights.held = training.trained.parameters()
             in_place = loaded(training, before)
         evaluate("after a state dict was loaded", "no_grad")
     if "checkpoint" in asked:
-        with during("checkpoint"):
+        with during("exercising checkpoint"):
             new = _another(training)
             new.scaler.load_state_dict(scaler)
             _load(new, folder)
@@ -178,10 +178,10 @@ def exercise(training: Training, folder: Path) -> Exercised:
             continued = new.step(last)
             del new
     if "output_dtype" in asked:
-        with during("output_dtype"):
+        with during("exercising output_dtype"):
             cast = _cast(training)
     if "full_params" in asked:
-        with during("full_params"):
+        with during("exercising full_params"):
             opened = _open(training)
         evaluate("after full_params wrote to the parameters", "no_grad")
     return Exercised(
@@ -200,7 +200,7 @@ def exercise(training: Training, folder: Path) -> Exercised:
 
 def load_elsewhere(training: Training, folder: Path) -> Loaded:
     """What a training on another number of ranks has after it loaded the checkpoint."""
-    with during("another world"):
+    with during("exercising another world"):
         _disturb(training.model)
         _load(training, folder)
         state = torch.load(folder / "saved.pt", weights_only=False)
@@ -208,12 +208,12 @@ def load_elsewhere(training: Training, folder: Path) -> Loaded:
 
 
 @contextmanager
-def during(name: str) -> Iterator[None]:
-    """An exception says which exercise raised it."""
+def during(doing: str) -> Iterator[None]:
+    """An exception says what raised it."""
     try:
         yield
     except BaseException as error:
-        error.add_note(f"while exercising {name}")
+        error.add_note(f"while {doing}")
         raise
 
 
@@ -375,7 +375,8 @@ def _open(training: Training) -> Opened:
     with fullshard.full_params(model):
         names = [clean(name) for name in model.state_dict()]
         read = differing(_held_by(model), held)
-        if training.setting.strategy.tensor == 1:  # where a forward inside is refused
+        # A forward inside is one without gradients, and refused beside tensor parallelism.
+        if training.setting.strategy.tensor == 1 and "evaluation" in training.setting.exercises:
             index, batch = training.batch(0, 0)
             with evaluating(model, "no_grad"):
                 seed_generators(seed_of(index))

@@ -12,11 +12,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from fullshard.program import Program
+from fullshard.program import Program, to_device
 
 from .reference import Expected, Reference
 from .replicas import digest
-from .setting import Setting
+from .setting import Setting, batch_index, seed_generators, seed_of
 
 
 def can_be_equal(setting: Setting) -> bool:
@@ -46,6 +46,22 @@ def other_bits(controls: list[dict[str, int]], expected: Expected) -> str:
             if found.get(name) != wanted[name]:
                 return f"{name}, rank {rank}"
     return ""
+
+
+def differentiates(reference: Reference) -> bool:
+    """Whether the loss takes gradients itself. The backward of these is a further path to each parameter, and a unit
+    adds to what earlier micro-batches left when the first path arrives, before it knows of the other."""
+    ran: list[Tensor] = []
+
+    def unpack(saved: Tensor) -> Tensor:
+        ran.append(saved)
+        return saved
+
+    index = batch_index(reference.setting, 0, 0, 0)
+    with torch.autograd.graph.saved_tensors_hooks(lambda saved: saved, unpack):
+        seed_generators(seed_of(index))
+        reference.program.loss(reference.stepped, to_device(reference.program.batch(index), reference.device))
+    return bool(ran)
 
 
 def elementwise(

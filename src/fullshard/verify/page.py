@@ -38,20 +38,20 @@ def table(results: Sequence[Result]) -> str:
 
 
 def _exercised(results: Sequence[Result]) -> list[str]:
-    """A line for each set of exercises, with the settings that did them."""
+    """What was exercised and equal, and what was not exercised and why, each with the settings of which it is true."""
     found: dict[str, list[str]] = {}
     for result in results:
+        lines = [f"not exercised: {name}: {why}" for name, why in result.not_exercised.items()]
         if result.exercised and result.verdict == "equal":
-            found.setdefault(", ".join(result.exercised), []).append(f"{result.setting.strategy}")
-    return [
-        f"exercised beside steps, and equal: {what} ({', '.join(dict.fromkeys(who))})" for what, who in found.items()
-    ]
+            lines.append(f"exercised beside steps, and equal: {', '.join(result.exercised)}")
+        for line in lines:
+            found.setdefault(line, []).append(f"{result.setting.strategy} ({result.setting.library})")
+    return [line if len(who) == len(results) else f"{', '.join(who)}: {line}" for line, who in found.items()]
 
 
 def _texts(result: Result) -> list[str]:
     """What is said of it in sentences."""
     texts = [result.failure, str(result.difference) if result.difference else "", *result.notes]
-    texts += [f"not exercised: {name} ({why})" for name, why in result.not_exercised.items()]
     if result.beside is not None:
         compared, same = result.beside
         texts.append(
@@ -131,6 +131,8 @@ def page(entry: str, results: Sequence[Result]) -> str:
         )
         if result.exercised and result.verdict == "equal":
             parts.append(f"<p>Exercised beside steps, and equal: {html.escape(', '.join(result.exercised))}.</p>")
+        for name, why in result.not_exercised.items():
+            parts.append(f"<p>Not exercised: {html.escape(f'{name}: {why}')}.</p>")
         parts += [f"<p>{html.escape(text)}</p>" for text in _texts(result)]
         if result.losses:
             parts.append(_figure(_losses(result), "Mean loss of each step: sharded (dots) over plain (line)."))

@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from fullshard.program import Program, find_program
 
-from .exercises import exercise, load_elsewhere
+from .exercises import during, exercise, load_elsewhere
 from .kernels import control
 from .setting import Setting
 from .subject import Training
@@ -33,7 +33,8 @@ Deed = Callable[[Program, Setting, torch.device, Path], object]
 def train(program: Program, setting: Setting, device: torch.device, folder: Path) -> None:
     """One setting."""
     rank = dist.get_rank()
-    of_plain_model = control(program, setting, device, setting.data_rank(rank))
+    with during("computing the plain model, before it is sharded"):
+        of_plain_model = control(program, setting, device, setting.data_rank(rank))
     training = Training(program, setting, device)
     write(folder / "before", rank, training.before(of_plain_model))
     for step in range(setting.steps):

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from fullshard.program import Program, blocks_of, to_device
+from fullshard.program import Program, blocks_apart, to_device
 
 from .setting import (
     SCALE,
@@ -38,7 +38,7 @@ from .setting import (
 )
 from .strategy import norms_of
 from .subject import Before, Step, buffers_of, generators
-from .values import cast, floats_in
+from .values import cast, casting, floats_in
 
 
 class Expected(NamedTuple):
@@ -97,7 +97,7 @@ class Reference:
     def _build(self, *, recompute: bool = False) -> nn.Module:
         seed_generators(SEED)
         model = self.program.model().to(self.device).train()
-        for block in blocks_of(model) if recompute else ():
+        for block in blocks_apart(model) if recompute else ():
             block.forward = partial(checkpoint, block.forward, use_reentrant=False)
         return model
 
@@ -119,7 +119,7 @@ class Reference:
         def cast_first(*args: Any, **kwargs: Any) -> Any:
             if self._in_backward and not self._casts_again:
                 return forward(*args, **kwargs)
-            return forward(*cast(args, dtype), **cast(kwargs, dtype))
+            return casting(forward, dtype, args, kwargs)
 
         return cast_first
 

@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
-from fullshard.program import OwnDtype, Program, blocks_of, to_device
+from fullshard.program import OwnDtype, Program, blocks_apart, to_device
 
 from .replicas import Copies, Held
 from .setting import SCALE, SEED, Setting, batch_index, clean, named, seed_generators, seed_of, ties_of
@@ -106,7 +106,7 @@ class Training:
         seed_generators(SEED)
         model: Any = program.model().to(device)
         model.train()
-        blocks = blocks_of(model) if strategy.recompute else []
+        blocks = blocks_apart(model) if strategy.recompute else []
         self.mesh = mesh = mesh or _mesh(setting, device)
         if strategy.tensor > 1:
             assert program.parallelize is not None
