@@ -510,9 +510,9 @@ def test_the_command_says_different(tmp_path: Path) -> None:
     code, out, err = _run(tmp_path, "programs_here:program:one step", "--strategies", "zero3", "--json", "--steps", "1")
     (found,) = json.loads(out)["results"]
     assert code == 1 and found["verdict"] == "different", out + err
-    assert found["difference"]["phase"] == "optimizer step" and found["difference"]["cause"].startswith(
-        "the update is 2 "
-    )
+    cause = found["difference"]["cause"]
+    assert found["difference"]["phase"] == "optimizer step" and cause.startswith("the optimizer's step: "), cause
+    assert "the update is 2 times" in cause
 
 
 @pytest.mark.slow
