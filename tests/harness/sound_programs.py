@@ -10,6 +10,7 @@ the parts of recipes that move something beside parameters: buffers, queues, gen
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -733,7 +734,9 @@ def _peft(name: str, **options: Any) -> None:
         import transformers
 
         base = transformers.LlamaForCausalLM(transformers.LlamaConfig(**_GROUPED))
-        return peft.get_peft_model(base, getattr(peft, name)(task_type="CAUSAL_LM", **options))  # type: ignore[no-any-return]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # between the two packages
+            return peft.get_peft_model(base, getattr(peft, name)(task_type="CAUSAL_LM", **options))  # type: ignore[no-any-return]
 
     def trained(parameters: Any) -> torch.optim.Optimizer:
         return torch.optim.AdamW([p for p in parameters if p.requires_grad], lr=1e-2)
