@@ -123,6 +123,22 @@ def aliased() -> Program:
     return Program(build, loss, batch)
 
 
+class ByNorm(torch.optim.SGD):
+    """Divides its step by the norm of each gradient, which it takes as a number: of a shard, that of its rows."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.add_(p.grad, alpha=-group["lr"] / (1.0 + float(p.grad.norm())))
+
+
+def by_norm() -> Program:
+    """An optimizer that reads parts of sums."""
+    return Program(Net, loss, batch, optimizer=lambda parameters: ByNorm(parameters, lr=0.1))
+
+
 class Waves(nn.Module):
     """Features of times, of any length: in bfloat16 a time of 3000 is known to the next 16, so a cast changes them."""
 

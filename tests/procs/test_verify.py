@@ -39,6 +39,7 @@ def test_sound_training_is_equal(strategy: str, tmp_path: Path) -> None:
     result = compare(tmp_path, record(tmp_path, strategy))
     assert result.verdict == "equal", result.difference
     assert result.compared > 100 and result.noise == 0
+    assert not any("part of a sum" in note for note in result.notes)
     assert result.same_bits == result.compared
     # Each of the 12 places of parameters in each forward of its unit; blocks that are computed again are seen again.
     again = 8 if "recompute" in strategy else 0
@@ -56,6 +57,15 @@ def test_norms_in_their_own_dtype(library: str, tmp_path: Path) -> None:
     result = compare(tmp_path, record(tmp_path, "zero3+bf16+norms+micro=2", library=library))
     assert result.verdict == "equal", result.difference
     assert read_step(tmp_path, 1, 0).uses == (24, [])
+
+
+def test_a_number_of_this_rank_s_part_of_a_sum_is_noted(tmp_path: Path) -> None:
+    """And only where the program takes one: what fullshard and verify read does not count."""
+    result = compare(tmp_path, record(tmp_path, "zero3", entry="tests.harness.verified:by_norm"))
+    assert result.verdict == "different"
+    (note,) = (note for note in result.notes if "part of a sum" in note)
+    for words in ("gradient of ", "verified.py:", "in step", " more. It differs", "fullshard.grad_stats(model)"):
+        assert words in note
 
 
 def test_a_norm_that_does_not_keep_its_dtype_is_found() -> None:

@@ -215,6 +215,8 @@ class Comparison:
             self._look_at_kernels(expected, stepped_with)
         if step < self.setting.steps:
             self._note_losses(found, expected)
+        if step == 0:
+            self._note_reads(found[0].reads)
         if step == 0 and reference.updated_again:
             names = sorted(reference.updated_again)
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
@@ -550,6 +552,14 @@ class Comparison:
             self.result.notes.append(
                 f"the plain model itself is not deterministic: two runs are {self.result.noise:.2g} apart, and faults "
                 f"below twice that cannot be seen"
+            )
+
+    def _note_reads(self, reads: Sequence[str]) -> None:
+        if reads:
+            more = f" and {len(reads) - 1} more" if len(reads) > 1 else ""
+            self.result.notes.append(
+                f"a number was taken of this rank's part of a sum: {reads[0]}{more}. It differs from rank to rank, and "
+                f"from that of plain training; use fullshard.grad_stats(model), or .full_tensor() before it becomes one"
             )
 
     def _note_losses(self, found: list[Step], expected: Expected) -> None:

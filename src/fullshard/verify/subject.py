@@ -10,7 +10,7 @@ import hashlib
 import random
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -23,6 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
+from fullshard.observe.partial_reads import PartialReads
 from fullshard.program import OwnDtype, Program, blocks_apart, to_device
 
 from .replicas import Copies, Held
@@ -58,7 +59,7 @@ class Step(NamedTuple):
     """Of one rank in one step. Of each micro-batch: the loss and digests of the generators' states afterwards.
     `buffers`: after the step. `uses`: of full parameters. `gradients`, `parameters`, `state`: full tensors on rank 0,
     None of absent gradients; empty elsewhere. `..._apart`: this rank's shards that are not what the first rank with a
-    copy of them holds."""
+    copy of them holds. `reads`: numbers that the program took of parts of a sum."""
 
     losses: list[Tensor]
     generators: list[dict[str, str]]
@@ -70,6 +71,7 @@ class Step(NamedTuple):
     gradients_apart: Sequence[Held] = ()
     stepped_apart: Sequence[Held] = ()
     watched: Watched | None = None
+    reads: tuple[str, ...] = ()
 
 
 def buffers_of(model: nn.Module) -> dict[str, Tensor]:
@@ -146,6 +148,9 @@ class Training:
         gradients in place."""
         trained, weights, micros = self.trained, self.trained.weights, self.setting.strategy.micro
         losses, states = [], []
+        reads = PartialReads((clean(name), p) for name, p in self.model.named_parameters())
+        # The other steps make the same calls.
+        reading = reads if step == 0 else nullcontext()
         held = _locals(self.model) if self.setting.watched else {}
         if self.setting.watched:
             weights.gradients = []
@@ -156,7 +161,8 @@ class Training:
                 if weights.gradients is not None:
                     weights.gradients.append({})
                 weights.phase = "forward"
-                loss = self.program.loss(self.model, batch)
+                with reading:
+                    loss = self.program.loss(self.model, batch)
                 weights.phase = "backward"
                 self.scaler.scale(loss / micros).backward()
             losses.append(host(loss))
@@ -169,14 +175,15 @@ class Training:
         between()
         now = _locals(self.model) if self.setting.watched else {}
         moved = [name for name, value in now.items() if not torch.equal(value, held[name])]
-        self.scaler.step(self.optimizer)
+        with reading:
+            self.scaler.step(self.optimizer)
         self.scaler.update()
         weights.held = trained.parameters()
         state = trained.state(self.optimizer)
         made = (gradients, weights.held, state) if dist.get_rank() == 0 else ({}, {}, {})
         stepped_apart = self.copies.stepped(self.optimizer) if self.copies else ()
         self.optimizer.zero_grad()
-        found = Step(losses, states, buffers, uses, *made)
+        found = Step(losses, states, buffers, uses, *made)._replace(reads=tuple(map(str, reads.found)))
         watched = Watched(weights.gradients or [], scaled, moved, weights.torn()) if self.setting.watched else None
         return found._replace(gradients_apart=gradients_apart, stepped_apart=stepped_apart, watched=watched)
 
