@@ -125,6 +125,13 @@ def _each(net: Any, fully_shard: Any) -> None:
     fully_shard(net)
 
 
+def _blocks(net: Any, fully_shard: Any) -> None:
+    """Each of them a unit, also the one that shares a weight with the head: default units leave it out."""
+    for block in net.blocks:
+        fully_shard(block)
+    fully_shard(net)
+
+
 def meta(*widths: tuple[int, int]) -> nn.Sequential:
     return nn.Sequential(*(nn.Linear(a, b, bias=False, device="meta") for a, b in widths))
 
@@ -135,7 +142,7 @@ MODELS: dict[str, tuple[Callable[[], Program], int, bool, str]] = {
     "refused": (lambda: program(shard=lambda net, f: f(net, reshard_after_forward="no")), 2, False, "reshard_after"),
     "nothing-sharded": (lambda: program(shard=lambda net, f: None), 2, False, "no module"),
     "unsharded": (lambda: program(shard=_first_block), 2, False, "1.weight, 1.bias, 2.weight, 2.bias"),
-    "ties": (lambda: program(Tied), 2, False, "blocks.1.weight (unit blocks.1) = head.weight (unit root)"),
+    "ties": (lambda: program(Tied, shard=_blocks), 2, False, "blocks.1.weight (unit blocks.1) = head.weight (unit "),
     "root": (lambda: program(lambda: blocks(4, 2048, device="meta"), shard=_only_the_model), 2, False, "root holds"),
     "large-unit": (lambda: program(lambda: meta((9000, 8000), (9, 9)), shard=_each), 2, False, "unit 0 has 274.7 MiB"),
     "small-units": (

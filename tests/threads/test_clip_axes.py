@@ -153,26 +153,31 @@ def test_two_chunks_of_a_rank_are_one_call() -> None:
         for model in mine.values():
             Stage(model, mesh["pipeline"].get_group()).step(input_of(first))
         expected, gradients = plain_norm(0.5, 2.0, stages=4)
-        with pytest.warns(UserWarning, match=r"clip_grad_norm_: expected the parameters of all 2 stages .* found 1"):
-            fullshard.clip_grad_norm_(mine[first].parameters(), math.inf)
+        fullshard.clip_grad_norm_(mine[first].parameters(), math.inf)  # warns
         norm = fullshard.clip_grad_norm_([p for model in mine.values() for p in model.parameters()], 0.5)
         torch.testing.assert_close(norm, expected)
         for stage, model in mine.items():
             for ours, theirs in zip(model.parameters(), gradients[stage], strict=True):
                 torch.testing.assert_close(ours.grad.full_tensor(), theirs)
 
-    run_ranks(WORLD, rank_fn)
+    # Around all ranks: what catches warnings belongs to the process, and ranks are threads of it.
+    with pytest.warns(
+        UserWarning, match=r"clip_grad_norm_: expected the parameters of all 2 stages .* found 1"
+    ) as seen:
+        run_ranks(WORLD, rank_fn)
+    assert len(seen) == WORLD
 
 
 def test_a_stage_of_a_schedule_of_another_kind_is_a_warning() -> None:
     def job(stage: int, mesh: Any, model: Any) -> None:
         Foreign(model).reduce()
-        with pytest.warns(UserWarning, match=r"clip_grad_norm_: .* stage of a pipeline.*groups="):
-            fullshard.clip_grad_norm_(model.parameters(), 1.0)
+        fullshard.clip_grad_norm_(model.parameters(), 1.0)  # warns
         fullshard.clip_grad_norm_(model.parameters(), 1.0, groups=[mesh["pipeline"]])  # says nothing
         fullshard.clip_grad_norm_(model.parameters(), 1.0, groups=())
 
-    on_ranks(job)
+    with pytest.warns(UserWarning, match=r"clip_grad_norm_: .* stage of a pipeline.*groups=") as seen:
+        on_ranks(job)
+    assert len(seen) == WORLD
 
 
 @pytest.mark.parametrize("wrong", ["pipeline", [3], 5])
