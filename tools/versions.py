@@ -153,10 +153,13 @@ class Cache:
         path = self.folder / "bin" / version.name
         path.parent.mkdir(parents=True, exist_ok=True)
         # Its programs start others with `sys.executable`, which find the same torch by the variable.
-        path.write_text(
+        # In one step: another run with this cache may be executing it.
+        new = path.with_name(f"{path.name}.{os.getpid()}")
+        new.write_text(
             f'#!/bin/sh\nPYTHONPATH={torch}:{ROOT / "src"}:{ROOT}${{PYTHONPATH:+:$PYTHONPATH}} exec {python} "$@"\n'
         )
-        path.chmod(0o755)
+        new.chmod(0o755)
+        new.replace(path)
         check = "import torch; print(torch.__version__)"
         ran = subprocess.run([path, "-W", "error", "-c", check], capture_output=True, text=True, cwd=ROOT)
         if ran.returncode or ran.stdout.split("+")[0].strip() != version.torch:
