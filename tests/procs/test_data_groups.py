@@ -106,7 +106,9 @@ def test_a_destroyed_process_group_leaves_no_connections() -> None:
     for _ in range(4):
         pool(2).run(_trained)
     # Each time three groups of three threads were made. Some of torch's own groups may still wait for the collector.
-    assert max(pool(2).run(_threads, group=False)) < min(inside) + 2 * 9
+    # Each rank by itself: what ran before in its process left threads of its own.
+    after = pool(2).run(_threads, group=False)
+    assert all(now < before + 2 * 9 for now, before in zip(after, inside, strict=True)), (inside, after)
 
 
 def _compared(rank: int) -> tuple[bool | None, bool | None, int]:
