@@ -16,23 +16,23 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from ..comm import sum_over
-from ..param import ShardedParam, local_part
+from ..param import Owner, ShardedParam, local_part
 from .optimizer_steps import parameter_names
 from .unit import Unit
 
-# Parameters that a state dict gave a value since `to_empty`.
-_LOADED: weakref.WeakSet[ShardedParam] = weakref.WeakSet()
+# Of parameters that a load gave a value since `to_empty`.
+_LOADED: weakref.WeakSet[Owner] = weakref.WeakSet()
 
 
-def note_row_loaded(param: ShardedParam) -> None:
-    """A load gave `param` its value."""
-    _LOADED.add(param)
+def note_row_loaded(owner: Owner) -> None:
+    """A load gave the parameter of `owner` its value."""
+    _LOADED.add(owner)
 
 
 def note_rows_emptied(params: Iterable[ShardedParam]) -> None:
     """`to_empty` took the values of `params`."""
     for param in params:
-        _LOADED.discard(param)
+        _LOADED.discard(param.owner)
 
 
 class _Row(NamedTuple):
@@ -49,7 +49,7 @@ def refuse_padding_rows(units: Sequence[Unit], top: nn.Module) -> None:
     wrong: list[_Row] = []
     for mesh in dict.fromkeys(row.mesh for row in rows):
         here = [row for row in rows if row.mesh == mesh]
-        counts = sum_over(mesh, torch.tensor([[_is_wrong(row), row.param in _LOADED] for row in here]).int())
+        counts = sum_over(mesh, torch.tensor([[_is_wrong(row), row.param.owner in _LOADED] for row in here]).int())
         # A load on any rank is a load: ranks may take part of a checkpoint each.
         wrong += [row for row, (bad, loaded) in zip(here, counts.tolist(), strict=True) if bad and not loaded]
     if wrong:

@@ -31,6 +31,7 @@ from ..comm import Nodes, alike
 from ..guard import LOST, PeerFailed, RanksDisagree, Scope, had_losses, lost_in, scope_of, shown_ranks, variants
 from ..param import Owner
 from .optimizer_steps import asks_on_devices, clean_name, first_few, optimizer_steps
+from .padding_rows import note_row_loaded
 from .unit import Unit, unit_of
 
 # ---- peers -----------------------------------------------------------------------------------------------------------
@@ -248,6 +249,8 @@ def tensors_restored(tensors: Iterable[Tensor], source: str = "") -> int:
     tensors = list(tensors)
     note_written(tensors)
     owners = [owner for owner in map(Owner.of, tensors) if owner is not None]
+    for owner in owners:
+        note_row_loaded(owner)
     _forget((owner.ranks for owner in owners), source)
     return len(owners)
 

@@ -211,7 +211,7 @@ class _ModuleHooks:
         }
         for place in self._places if self._unit.unproven else ():
             if prefix + place.slot.name in state_dict:
-                note_row_loaded(place.param)
+                note_row_loaded(place.param.owner)
         self._before = [(place.slot, place.slot.get()) for place in self._places]
         for (slot, parameter), place in zip(self._before, self._places, strict=True):
             value = state_dict.get(prefix + slot.name)
