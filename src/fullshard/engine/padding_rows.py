@@ -24,15 +24,17 @@ from .unit import Unit
 _LOADED: weakref.WeakSet[Owner] = weakref.WeakSet()
 
 
-def note_row_loaded(owner: Owner) -> None:
+def note_row_loaded(owner: Owner | None) -> None:
     """A load gave the parameter of `owner` its value."""
-    _LOADED.add(owner)
+    if owner is not None:
+        _LOADED.add(owner)
 
 
 def note_rows_emptied(params: Iterable[ShardedParam]) -> None:
     """`to_empty` took the values of `params`."""
     for param in params:
-        _LOADED.discard(param.owner)
+        if param.owner is not None:
+            _LOADED.discard(param.owner)
 
 
 class _Row(NamedTuple):
