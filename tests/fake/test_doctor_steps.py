@@ -512,7 +512,7 @@ def test_batches_are_compared_by_what_is_in_them() -> None:
 
 
 # Operations that a dispatch mode disturbs.
-UNWATCHED = ("a branch of torch's",)
+UNWATCHED = ("a branch by torch.cond",)
 
 
 @pytest.mark.quick(4)

@@ -73,7 +73,7 @@ def _marks_on_parameters(marks: list[pytest.Mark]) -> bool:
 class Recorder:
     """Runs marked tests only, those that `path` does not have yet, and writes to it: one JSON line for each event.
 
-    With `ranks` "gloo" it runs those of ours in the threads tier, on `world` ranks where the test says so. With
+    With `ranks` "gloo" it runs fullshard's in the threads tier, on `world` ranks where the test says so. With
     `torch_alone` it runs torch's half, and the tests that compare both themselves.
     """
 

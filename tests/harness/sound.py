@@ -314,7 +314,7 @@ SOUND: dict[str, Callable[[], Program]] = {
     "compiled blocks": _of(
         lambda: _blocks(2, lambda: torch.compile(nn.Linear(8, 8), backend="aot_eager")), 4, 8  # type: ignore[arg-type]
     ),
-    "a branch of torch's": _applied(
+    "a branch by torch.cond": _applied(
         lambda m, x: torch.cond(x.sum() > 0, torch.sin, torch.cos, (m.body(x),)),
         lambda: {"body": nn.Linear(8, 8)},
         4, 8,
