@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-_MARK = "FULLSHARD_BENCHMARK_PART"
+_MARK = "BENCHMARK_PART"
 _LOOK_SECONDS = 0.05
 # After SIGTERM, for stacks to be written; after SIGKILL, for the driver to release the device.
 _TERM_SECONDS, _KILL_SECONDS = 0.5, 1.5

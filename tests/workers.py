@@ -62,7 +62,7 @@ def run(commands: dict[str, list[str]], shown: str, folder: Path) -> int:
         name: subprocess.Popen(
             words,
             cwd=ROOT,
-            env={**os.environ, "FULLSHARD_TEST_WORKER": str(number)},
+            env={**os.environ, "TESTS_WORKER": str(number)},
             stdout=outputs.get(name),
             stderr=subprocess.STDOUT if name in outputs else None,
         )

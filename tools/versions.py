@@ -308,8 +308,8 @@ def run(version: Version, cache: Cache, readers: list[Path], extra: list[str], w
     logs.mkdir(parents=True, exist_ok=True)
     for old in logs.glob(f"{version.name}.*"):
         old.unlink()
-    environ = {**os.environ, "FULLSHARD_OTHER_PYTHON": os.pathsep.join(map(str, readers))}
-    environ["FULLSHARD_CHECKPOINTS"] = str(cache.checkpoints)
+    environ = {**os.environ, "TESTS_OTHER_PYTHON": os.pathsep.join(map(str, readers))}
+    environ["TESTS_CHECKPOINTS"] = str(cache.checkpoints)
     environ.pop("PYTHONPATH", None)
     lists = {name: list(paths) for name, paths in SELECTION.items()}
     options = list(OPTIONS)
@@ -324,7 +324,7 @@ def run(version: Version, cache: Cache, readers: list[Path], extra: list[str], w
         for number, (name, paths) in enumerate(lists.items()):
             reported = logs / f"{version.name}.{name}.xml"
             command = [str(interpreter), "-m", "pytest", *options, f"--junitxml={reported}", *extra, *paths]
-            own = {**environ, "FULLSHARD_TEST_WORKER": str(number)}
+            own = {**environ, "TESTS_WORKER": str(number)}
             running.append(start(name, command, logs / f"{version.name}.{name}.log", own))
         problems += [found for one in running if (found := one.end())]
         if not extra:

@@ -47,9 +47,6 @@ BEYOND = {
     "FSDPModule.named_parameters": "refuses names of parameters that are full at the moment",
     "FSDPModule.set_communication": "the strategy of messages, of which torch has one",
     "FSDPModule.set_memory_budget": "limits in bytes, where torch counts units",
-    "FSDPModule.set_gradient_bytes": "the former name of one of them",
-    "FSDPModule.set_prefetch_bytes": "the former name of one of them",
-    "FSDPModule.set_resident_bytes": "the former name of one of them",
     "FSDPModule.zero_grad": "clears gradients that wait for their reduction, which torch keeps",
 }
 # What differs in signature or default: (in which torch, why).

@@ -60,7 +60,7 @@ FIGURES = ("step", "loss", "samples", "grad_norm", "lr", "tokens", "val_loss")
 # take on a machine that does other things, too.
 END_SECONDS = 30.0
 START_SECONDS = 120.0
-_WORD = "FULLSHARD_CHAOS"
+_WORD = "TESTS_CHAOS"
 
 
 @dataclass(frozen=True)

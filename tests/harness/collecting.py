@@ -20,7 +20,7 @@ from types import FrameType
 from typing import Any
 
 # Ranks are processes too, and read it there.
-_VARIABLE = "FULLSHARD_TEST_COLLECT_AT_RANDOM"
+_VARIABLE = "TESTS_COLLECT_AT_RANDOM"
 # Python calls between two collections, on average. A tiny training step takes some thousand.
 MEAN_CALLS = 4000
 # How many ranks in a hundred never collect.

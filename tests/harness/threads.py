@@ -59,7 +59,7 @@ _IDLE: dict[int, _Thread] = {}
 
 # Of those that this process may use, another one for each worker (tests/workers.py).
 _CORES = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
-_CORE = _CORES[int(os.environ.get("FULLSHARD_TEST_WORKER", "0")) % len(_CORES)] if _CORES else None
+_CORE = _CORES[int(os.environ.get("TESTS_WORKER", "0")) % len(_CORES)] if _CORES else None
 
 cuda_builds.settle()
 

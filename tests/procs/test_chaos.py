@@ -80,7 +80,7 @@ def test_a_process_that_does_not_end_is_seen(tmp_path: Path) -> None:
     """Also one that its launcher left behind."""
     job = Job(tmp_path / "run", 1)
     sleeps = "import subprocess, sys; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])"
-    environment = {**os.environ, "FULLSHARD_CHAOS": job.word}
+    environment = {**os.environ, "TESTS_CHAOS": job.word}
     job._process = subprocess.Popen([sys.executable, "-c", sleeps], env=environment)
     job._process.wait()
     (left,) = job.pids()

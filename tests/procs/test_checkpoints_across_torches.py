@@ -1,7 +1,7 @@
 """Checkpoints that one version of torch saved load with another one: own format, DCP and `torch.save`, with optimizer.
 
-Files that the oldest versions wrote are in tests/data. `make versions` names others: FULLSHARD_CHECKPOINTS is a folder
-where each version leaves what it saved, for other versions and later runs; FULLSHARD_OTHER_PYTHON are interpreters with
+Files that the oldest versions wrote are in tests/data. `make versions` names others: TESTS_CHECKPOINTS is a folder
+where each version leaves what it saved, for other versions and later runs; TESTS_OTHER_PYTHON are interpreters with
 other versions, which load what this one saves. What was loaded is a property of the test in pytest's report.
 """
 
@@ -21,8 +21,8 @@ from tests.data.exchange_checkpoints import FORMATS, name
 
 ROOT = Path(__file__).parents[2]
 WRITTEN = sorted(ROOT.glob("tests/data/checkpoints_torch-*"))
-OTHERS = [found for found in os.environ.get("FULLSHARD_OTHER_PYTHON", "").split(os.pathsep) if found]
-KEPT = Path(os.environ["FULLSHARD_CHECKPOINTS"]) if "FULLSHARD_CHECKPOINTS" in os.environ else None
+OTHERS = [found for found in os.environ.get("TESTS_OTHER_PYTHON", "").split(os.pathsep) if found]
+KEPT = Path(os.environ["TESTS_CHECKPOINTS"]) if "TESTS_CHECKPOINTS" in os.environ else None
 # Of one command, which is over in ten on idle cores.
 SECONDS = 180.0
 

@@ -188,7 +188,7 @@ def _leaves_a_mess(rank: int) -> int:
     dist.all_reduce(torch.ones(4), async_op=True)  # never waited for
     if rank == 0:
         dist.all_reduce(torch.ones(4), async_op=True)  # never matched
-    os.environ["FULLSHARD_MESS"] = "1"
+    os.environ["TESTS_MESS"] = "1"
     os.chdir("/")
     torch.set_default_dtype(torch.float64)
     torch.manual_seed(99)
@@ -197,7 +197,7 @@ def _leaves_a_mess(rank: int) -> int:
 
 def _state(rank: int) -> tuple[Any, ...]:
     return (
-        os.environ.get("FULLSHARD_MESS"),
+        os.environ.get("TESTS_MESS"),
         torch.get_default_dtype(),
         torch.randint(1 << 40, (1,)).item(),
         len(dist.distributed_c10d._world.pg_map),

@@ -188,25 +188,13 @@ def settings(texts: Iterable[str]) -> set[str]:
     return {name for text in texts for name in SETTING.findall(text)}
 
 
-REMOVED = {
-    "FULLSHARD_AGREE",
-    "FULLSHARD_EVAL_ROOT",
-    "FULLSHARD_GRADIENT_BYTES",
-    "FULLSHARD_LOCAL_WORLD_SIZE",
-    "FULLSHARD_ORDER",
-    "FULLSHARD_PARTIAL_SUMS",
-    "FULLSHARD_PREFETCH",
-    "FULLSHARD_PREFETCH_BYTES",
-    "FULLSHARD_REDUCTIONS",
-}
-
-
 def test_settings_are_documented_and_exist() -> None:
-    # Those that were removed have their new names where they are refused.
-    in_code = settings(path.read_text() for path in PACKAGE.rglob("*.py")) - REMOVED
+    in_code = settings(path.read_text() for path in PACKAGE.rglob("*.py"))
     assert in_code >= {"FULLSHARD_COMMUNICATION", "FULLSHARD_CHECK"}
     assert settings([(ROOT / "docs" / "engine.md").read_text()]) == in_code
-    assert settings(path.read_text() for path in DOCUMENTS) - REMOVED <= in_code
+    # Dated records and the changelog have names of their day; the faults page has settings that are none, on purpose.
+    of_today = [path for path in OURS if path.name not in ("CHANGELOG.md", "reliability.md")]
+    assert settings(path.read_text() for path in of_today) <= in_code
 
 
 def test_settings_have_the_defaults_that_are_documented() -> None:

@@ -355,10 +355,3 @@ def test_a_terminal_gets_a_bar_and_stdout_the_result(tmp_path: Path) -> None:
     os.close(lead)
     assert done.returncode == 0 and b"63 tensors" in done.stdout and b"\x1b" not in done.stdout
     assert b"found a DCP checkpoint" in shown and b"/s" in shown
-
-
-def test_the_name_of_0_1_0_still_imports() -> None:
-    from fullshard.checkpoint import foreign, formats
-
-    assert foreign.__all__ == formats.__all__
-    assert all(getattr(foreign, name) is getattr(formats, name) for name in formats.__all__)

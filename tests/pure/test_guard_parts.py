@@ -257,8 +257,6 @@ def test_settings(limit: float, environ: dict[str, str], expected: tuple[str, fl
         ({"FULLSHARD_SILENCE": "inf"}, ["FULLSHARD_SILENCE", "'inf'"]),
         ({"FULLSHARD_SILENCE": "nan"}, ["FULLSHARD_SILENCE", "'nan'"]),
         ({"FULLSHARD_SILENCE": "a minute"}, ["FULLSHARD_SILENCE", "'a minute'"]),
-        ({"FULLSHARD_AGREE": "all"}, ["FULLSHARD_AGREE", "removed", "FULLSHARD_GUARD"]),
-        ({"FULLSHARD_ORDER": ""}, ["FULLSHARD_ORDER", "removed", "FULLSHARD_GUARD"]),
     ],
 )
 def test_settings_that_are_none(environ: dict[str, str], words: list[str]) -> None:

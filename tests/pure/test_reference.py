@@ -19,7 +19,6 @@ import pytest
 from fullshard import cli
 from fullshard.migrate.config import ShardingConfig
 from fullshard.train.config import Config
-from tests.pure.test_documents import REMOVED
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "src" / "fullshard"
@@ -202,8 +201,6 @@ def test_every_variable_is_on_the_page_and_in_the_code() -> None:
         for word in re.findall(r"`([A-Z_]+)`", line.split("|")[1])
     }
     assert on_page == in_code
-    removed = page.split("## Removed settings")[1].split("\n## ")[0]
-    assert set(re.findall(r"`(FULLSHARD_[A-Z_]+)`", removed)) == REMOVED
 
 
 # ---- docstrings ------------------------------------------------------------------------------------------------

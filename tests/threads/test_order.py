@@ -311,8 +311,7 @@ def test_a_steady_state_asks_nothing_and_off_asks_never(monkeypatch: pytest.Monk
     [
         ("FULLSHARD_GUARD", "hope", "FULLSHARD_GUARD: expected one of full, structure, off, found 'hope'"),
         ("FULLSHARD_SILENCE", "-1", "FULLSHARD_SILENCE: expected a number of seconds >= 0, found '-1'"),
-        ("FULLSHARD_ORDER", "trust", "FULLSHARD_ORDER: this variable was removed; set FULLSHARD_GUARD instead"),
-        ("FULLSHARD_AGREE", "all", "FULLSHARD_AGREE: this variable was removed; set FULLSHARD_GUARD instead"),
+        ("FULLSHARD_GAURD", "off", "FULLSHARD_GAURD: expected one of fullshard's variables, .*FULLSHARD_GUARD"),
     ],
 )
 def test_settings_of_the_guard(name: str, value: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:

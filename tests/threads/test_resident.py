@@ -249,21 +249,6 @@ def test_below_the_root_units_are_kept_and_nothing_is_limited() -> None:
         assert model.set_memory_budget() == (None, 7, ("1",))
 
 
-def test_the_former_names_still_act() -> None:
-    with fake_world(2):
-        model = _layers(2)
-        with pytest.warns(DeprecationWarning, match=r"set_prefetch_bytes .*use set_memory_budget\(prefetch=") as told:
-            assert model.set_prefetch_bytes(5) is None
-        assert told[0].filename == __file__
-        assert model.set_memory_budget() == (5, None, ())
-        with pytest.warns(DeprecationWarning, match=r"set_gradient_bytes .*use set_memory_budget\(gradients="):
-            assert model.set_gradient_bytes(7) is None
-        assert model.set_memory_budget() == (5, 7, ())
-        with pytest.warns(DeprecationWarning, match=r"set_resident_bytes .*use set_memory_budget\(resident="):
-            assert model.set_resident_bytes(LAYER) == ("1",)
-        assert model.set_memory_budget() == (5, 7, ("1",))
-
-
 def test_a_failed_step_gives_everything_back() -> None:
     """What is kept is gathered again by the next step, whose gradients are those of a model that never failed."""
 

@@ -18,7 +18,7 @@ from ..engine import Unit, unit_of
 from ..engine.agreement import Drift as Drift
 from ..engine.agreement import find_drift as _find_drift
 from ..engine.agreement import ranks_of
-from ..engine.optimizer_steps import clean_name
+from ..engine.names import clean_name
 from ..engine.root import module_units
 from ..engine.state_dict import noting_emptied
 from ..engine.uninitialized import (

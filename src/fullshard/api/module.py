@@ -216,9 +216,6 @@ class FSDPModule(TorchFSDPModule):
 
     # Memory limits; the last three are deprecated names of the first.
     set_memory_budget = settings.set_memory_budget
-    set_prefetch_bytes = settings.set_prefetch_bytes
-    set_gradient_bytes = settings.set_gradient_bytes
-    set_resident_bytes = settings.set_resident_bytes
 
     # How gradients are reduced.
     set_requires_all_reduce = settings.set_requires_all_reduce

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from .._torch import dtensor_like, local_of
 from ..engine import Unit
-from ..engine.optimizer_steps import dotted_name, first_few, parameter_names
+from ..engine.names import dotted_name, first_few, parameter_names
 from ..engine.root import module_units
 from ..engine.state_dict import replaced_place, standing_parameter
 from ..param import ShardedParam

@@ -13,12 +13,12 @@ from torch import Tensor, nn
 
 from ..comm import GroupMemoryGather, GroupMemoryScatter, ShardGroup
 from ..engine import Unit, unit_of
-from ..engine.optimizer_steps import clean_name
+from ..engine.names import clean_name
 from ..engine.root import formed, module_units
 from ..layout import Candidate, choose_resident
 from ..policy import CustomComm
 from ..policy.arguments import expect_callable, expect_flag, expect_number, expect_text
-from ..policy.options import COMMUNICATION, removed
+from ..policy.options import COMMUNICATION
 
 # ---- reductions ------------------------------------------------------------------------------------------------------
 # How gradients are reduced. `module.py` makes each function a method of `FSDPModule`.
@@ -149,7 +149,7 @@ def set_communication(self: object, strategy: str, *, recurse: bool = True) -> N
     """
     expect_text("strategy", strategy, f"one of {', '.join(COMMUNICATION)}")
     if strategy not in COMMUNICATION:
-        raise ValueError(f"strategy: expected one of {', '.join(COMMUNICATION)}, found {strategy!r}{removed(strategy)}")
+        raise ValueError(f"strategy: expected one of {', '.join(COMMUNICATION)}, found {strategy!r}")
     for unit in _units(self, recurse):
         unit.control(dataclasses.replace(unit.settings.controls, communication=strategy))
 
@@ -328,29 +328,6 @@ _BUDGETS = {
     "gradients": "0 waits for every message at once, None is the default",
     "resident": "0 or None keeps no unit",
 }
-
-
-def set_prefetch_bytes(self: object, nbytes: int | None) -> None:
-    """Deprecated: `set_memory_budget(prefetch=nbytes)`."""
-    _warn_budget("set_prefetch_bytes", "prefetch")
-    set_memory_budget(self, prefetch=nbytes)
-
-
-def set_gradient_bytes(self: object, nbytes: int | None) -> None:
-    """Deprecated: `set_memory_budget(gradients=nbytes)`."""
-    _warn_budget("set_gradient_bytes", "gradients")
-    set_memory_budget(self, gradients=nbytes)
-
-
-def set_resident_bytes(self: object, nbytes: int) -> tuple[str, ...]:
-    """Deprecated: `set_memory_budget(resident=nbytes).resident`."""
-    _warn_budget("set_resident_bytes", "resident")
-    return set_memory_budget(self, resident=nbytes).resident
-
-
-def _warn_budget(method: str, budget: str) -> None:
-    text = f"{method} is deprecated and goes in the next version; use set_memory_budget({budget}=...)"
-    warnings.warn(text, DeprecationWarning, stacklevel=3)
 
 
 def _keep(names: dict[Unit, str], outer: Unit, nbytes: int) -> None:

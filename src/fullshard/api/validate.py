@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from .._torch import applied_apis, refuse_distribution
 from ..engine import Unit, unit_of
-from ..engine.optimizer_steps import clean_name
+from ..engine.names import clean_name
 from ..param import Found, FullMesh, check_extension, check_own_mesh, has_extension, local_data
 from ..policy import MixedPrecisionPolicy, resolve_offload
 from ..policy.arguments import expect_callable, expect_each, expect_flag, expect_known_fields

@@ -51,7 +51,7 @@ from ..param import (
 )
 from ..schedule import UnitRecord
 from .equal_rows import warn_of_equal_rows
-from .optimizer_steps import clean_name, parameter_names
+from .names import clean_name, parameter_names
 from .recovery import Peers
 from .unit import AnyRoot, Unit, unit_of
 

@@ -19,7 +19,8 @@ from typing import Any, Protocol
 from torch.optim import Optimizer
 
 from .._torch import current_backward
-from .optimizer_steps import dotted_name, first_few, refuses_steps
+from .names import dotted_name, first_few
+from .optimizer_steps import refuses_steps
 from .unit import AnyRoot, Shared, Unit
 
 _WAIT = "call wait() of the GradientReductionHandle that finalize_backward(async_op=True) returned"

@@ -18,7 +18,8 @@ from ..comm import whole_of
 from ..guard import Action, Scope, scope_of
 from ..param import ShardedParam, full_of, local_part
 from ..schedule import Phase
-from .optimizer_steps import clean_name, note_lent, refuses_steps
+from .names import clean_name
+from .optimizer_steps import note_lent, refuses_steps
 from .order import compare
 from .recovery import lost_error
 from .root import module_units

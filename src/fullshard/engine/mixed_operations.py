@@ -18,8 +18,8 @@ from torch.optim import Optimizer
 from .._torch.dtensor import MIXED
 from ..param import Owner
 from ..schedule import Full
+from .names import dotted_name, first_few
 from .names_elsewhere import all_modules, names_elsewhere, parameter_of
-from .optimizer_steps import dotted_name, first_few
 from .unit import Unit, unit_of
 
 _OURS = "fullshard: "

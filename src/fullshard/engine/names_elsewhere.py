@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from torch import Tensor, nn
 
-from .optimizer_steps import clean_name
+from .names import clean_name
 
 
 def names_elsewhere(parameters: Iterable[Tensor]) -> dict[int, str]:

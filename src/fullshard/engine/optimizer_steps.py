@@ -28,6 +28,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from .._torch.modules import outside_graphs
 from ..comm import settle_uploads, uploading
 from ..param import ShardedParam
+from .names import NamedUnit, dotted_name, first_few
 
 # ---- steps -----------------------------------------------------------------------------------------------------------
 # Step counts and version counters of sharded parameters show that shards were written. Versions alone are not enough:
@@ -123,76 +124,6 @@ def tell_each_step(function: Callable[[Optimizer], None]) -> None:
 def note_optimizer_step(thread: int) -> None:
     """Count a step that ran no hooks: optimizer-in-backward."""
     _steps[thread] += 1
-
-
-# ---- misuse ----------------------------------------------------------------------------------------------------------
-# Misuse detected at `optimizer.step()`; each case raises an error that names the parameters.
-#
-# full parameters    the optimizer holds temporary full parameters instead of shards
-# open windows       the step would ignore gradients held by an open accumulation window
-# no backward        no backward brought gradients after a forward
-#
-# state_dict.py detects a further case: the optimizer holds parameters that were replaced.
-
-
-class NamedUnit(Protocol):
-    """The part of a unit that errors need. `module`: its own; `model`: the module of its root, once that formed."""
-
-    @property
-    def module(self) -> nn.Module: ...
-    @property
-    def model(self) -> nn.Module: ...
-    @property
-    def params(self) -> Sequence[ShardedParam]: ...
-
-
-class _Trained(Protocol):
-    """A root: its units, and the thread that runs it."""
-
-    thread: int
-
-    @property
-    def units(self) -> Sequence[NamedUnit]: ...
-
-
-# ---- names -----------------------------------------------------------------------------------------------------------
-# Dotted names of modules and parameters, as in the user's code.
-
-_SHOWN = 4
-# Names that wrappers insert into dotted names.
-_WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.", "_fsdp_wrapped_module.")
-
-
-def clean_name(name: str) -> str:
-    """`name` without the components that checkpoint and compile wrappers insert."""
-    for wrapper in _WRAPPERS:
-        name = name.replace(wrapper, "").removesuffix("." + wrapper.rstrip("."))
-    return name
-
-
-def dotted_name(unit: NamedUnit, name: str) -> str:
-    """The dotted name in the user's model of the parameter `name` of `unit`."""
-    for param, dotted in parameter_names(unit.model, [unit]).items():
-        if param.name == name:
-            return dotted
-    return name
-
-
-def first_few(names: Sequence[str]) -> str:
-    """The first few of `names`, for an error."""
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(names[:_SHOWN]) + more
-
-
-def parameter_names(model: nn.Module, units: Sequence[NamedUnit]) -> dict[ShardedParam, str]:
-    """The dotted names of the parameters of `units` below `model`; relative to their unit if outside of `model`."""
-    prefixes = {module: f"{clean_name(name)}." if name else "" for name, module in model.named_modules()}
-    names = {}
-    for unit in units:
-        for param in unit.params:
-            slot = next((slot for slot in param.slots if slot.module in prefixes), None)
-            names[param] = param.name if slot is None else prefixes[slot.module] + slot.name
-    return names
 
 
 # ---- full in optimizers ----------------------------------------------------------------------------------------------
@@ -329,6 +260,16 @@ def _refuse_a_part(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str
 # `backward(inputs=parameters)` asks for gradients of shards, but the graph contains the full parameters, so autograd
 # silently computes nothing and no hook runs. The step raises instead if a forward recorded a graph, no backward of any
 # model brought a gradient since, and no parameter of the optimizer has one.
+
+
+class _Trained(Protocol):
+    """A root: its units, and the thread that runs it."""
+
+    thread: int
+
+    @property
+    def units(self) -> Sequence[NamedUnit]: ...
+
 
 # By the thread that runs the model.
 _untrained: dict[int, weakref.WeakSet[_Trained]] = {}

@@ -23,7 +23,8 @@ from ..comm import Links, alike, exchanges
 from ..guard import Action, Order, RanksDisagree, Scope, deviation, disagreement, is_current, parse_question, scope_of
 from ..param import Owner, PendingGrad, claim
 from ..policy import Options
-from .optimizer_steps import optimizer_steps, parameter_names, tell_each_step
+from .names import parameter_names
+from .optimizer_steps import optimizer_steps, tell_each_step
 from .recovery import steps_taken
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from ..comm import sum_over
 from ..param import Owner, ShardedParam, local_part
-from .optimizer_steps import parameter_names
+from .names import parameter_names
 from .unit import Unit
 
 # Of parameters that a load gave a value since `to_empty`.

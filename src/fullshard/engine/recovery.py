@@ -30,7 +30,8 @@ from .._torch import non_persistent_buffers
 from ..comm import Nodes, alike
 from ..guard import LOST, PeerFailed, RanksDisagree, Scope, had_losses, lost_in, scope_of, shown_ranks, variants
 from ..param import Owner
-from .optimizer_steps import asks_on_devices, clean_name, first_few, optimizer_steps
+from .names import clean_name, first_few
+from .optimizer_steps import asks_on_devices, optimizer_steps
 from .padding_rows import note_row_loaded
 from .unit import Unit, unit_of
 

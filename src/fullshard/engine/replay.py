@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from ..param import ExtensionGroup, PendingGrad, ShardedParam
 from ..schedule import Command
-from .optimizer_steps import parameter_names
+from .names import parameter_names
 from .root import Root, formed
 from .unit import Unit, sum_of_bits
 

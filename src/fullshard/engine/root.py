@@ -32,7 +32,8 @@ from .agreement import Agreement
 from .backward import RunningBackward, SavedTensorHooks
 from .executor import Executor
 from .finalization import lost_gradients, note_under_way, refuse_below, refuse_unfinished
-from .optimizer_steps import clean_name, expect_backward, follow_steps, note_backward, parameter_names
+from .names import clean_name, parameter_names
+from .optimizer_steps import expect_backward, follow_steps, note_backward
 from .order import MessageOrder, own_by_root
 from .recovery import Peers, Recovery
 from .step_facts import StepFacts

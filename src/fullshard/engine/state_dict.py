@@ -27,7 +27,8 @@ from torch.optim import Optimizer
 
 from .._torch import dtensor_like, hand_over_hooks, local_of, run_first
 from ..param import Found, ShardedParam, Slot, can_digest, local_part, note_loaded
-from .optimizer_steps import dotted_name, first_few, refuses_steps
+from .names import dotted_name, first_few
+from .optimizer_steps import refuses_steps
 from .padding_rows import note_row_loaded
 from .recovery import units_restored
 from .root import formed

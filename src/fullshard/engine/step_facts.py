@@ -29,9 +29,10 @@ from ..comm import Comparison, Digits, ReduceChannel
 from ..guard import Action, RanksDisagree, Scope, is_current, scope_of, shown_ranks
 from ..guard.facts import ADVICE, Deed, Fact, Ledger, Sealed, differences, digest_of, first_unlike
 from .agreement import digests_of, replicas_of, unsharded_on
+from .names import clean_name, parameter_names
 from .names_elsewhere import names_elsewhere
 from .optimizer_facts import OptimizerFacts, listed, text_of
-from .optimizer_steps import clean_name, parameter_names, tell_optimizer_steps
+from .optimizer_steps import tell_optimizer_steps
 from .recovery import Peers, steps_taken
 from .unit import AnyRoot, Unit
 

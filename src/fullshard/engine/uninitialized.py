@@ -19,7 +19,7 @@ from .._torch import non_persistent_buffers
 from ..comm import sum_over
 from ..guard import Scope
 from ..param import are_poisoned, is_poisoned, local_data, poison
-from .optimizer_steps import clean_name, parameter_names
+from .names import clean_name, parameter_names
 from .padding_rows import note_rows_emptied, refuse_padding_rows
 from .unit import Unit
 

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from ..api.clip import further_axes, summed_over
 from ..comm import all_reduce_over
 from ..engine import unit_of
-from ..engine.optimizer_steps import clean_name
+from ..engine.names import clean_name
 from ..param import NormMesh, PendingGrad
 from ..policy.arguments import expect_module
 from .check_gradients import named_gradients, values_here

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from .._torch import local_of
 from ..comm import joining_groups, least_over, sum_over, told_by_one
 from ..engine import Root, root_of
-from ..engine.optimizer_steps import parameter_names
+from ..engine.names import parameter_names
 from ..engine.root import module_units
 from ..engine.unit import Unit
 from ..param import ExtensionGroup, ParamGroup, ShardedParam

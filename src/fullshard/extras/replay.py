@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 
 from .._torch import local_of
 from ..comm import least_over, told_by_one
-from ..engine.optimizer_steps import clean_name
+from ..engine.names import clean_name
 from ..engine.replay import Recorder, first_difference
 from ..engine.root import module_units
 from ..param import PendingGrad

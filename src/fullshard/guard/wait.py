@@ -40,10 +40,6 @@ MODES = ("full", "structure", "off")
 _MOST_SILENCE = 60.0
 # The longest time between two signs of life.
 _BEAT_SECONDS = 5.0
-_REMOVED = {
-    "FULLSHARD_AGREE": "full (all), structure or off (none)",
-    "FULLSHARD_ORDER": "full (check) or off (trust)",
-}
 
 
 @dataclass(frozen=True)
@@ -58,9 +54,6 @@ class Settings:
     def read(cls, limit_seconds: float, environ: Mapping[str, str] | None = None) -> Settings:
         """Read the environment. `ValueError` names the variable, its value and the allowed values."""
         source = os.environ if environ is None else environ
-        for name, instead in _REMOVED.items():
-            if name in source:
-                raise ValueError(f"{name}: this variable was removed; set FULLSHARD_GUARD instead: {instead}")
         mode = source.get("FULLSHARD_GUARD") or MODES[0]
         if mode not in MODES:
             raise ValueError(f"FULLSHARD_GUARD: expected one of {', '.join(MODES)}, found {mode!r}")

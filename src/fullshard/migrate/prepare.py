@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ..api import fully_shard, rebind_optimizer
 from ..api.validate import resolve_mesh
-from ..engine.optimizer_steps import clean_name
+from ..engine.names import clean_name
 from ..engine.root import module_units
 from ..extras import MicroBatches
 from ..keys import ConfigError

@@ -10,7 +10,7 @@ from torch import nn
 
 from .._torch import children_of
 from ..api import original_class
-from ..engine.optimizer_steps import clean_name
+from ..engine.names import clean_name
 
 
 class Tree:

@@ -30,17 +30,9 @@ from torch import Tensor
 COMMUNICATION = ("auto", "torch", "all-to-all")
 WATCH = ("auto", "always")
 REDUCE_DEFAULTS = ("grad_dtype", "param_dtype")
-# Removed settings -> what to do instead.
-_REMOVED = {
-    "hierarchical": 'leave the default, "auto": between nodes the backend reduces gradients',
-    "FULLSHARD_LOCAL_WORLD_SIZE": "leave it out: ranks find out themselves on which nodes they are",
-    "FULLSHARD_PARTIAL_SUMS": "leave it out: between nodes the backend reduces gradients, in the reduce dtype",
-    "FULLSHARD_PREFETCH": "call model.set_memory_budget(prefetch=bytes), 0 for none",
-    "FULLSHARD_PREFETCH_BYTES": "call model.set_memory_budget(prefetch=bytes)",
-    "FULLSHARD_REDUCTIONS": "call model.set_reduce_scatter_max_input_buffers(count + 1)",
-    "FULLSHARD_GRADIENT_BYTES": "call model.set_memory_budget(gradients=bytes)",
-    "FULLSHARD_EVAL_ROOT": "give the root reshard_after_forward=False to keep it full",
-}
+# The variables that fullshard reads: the four above, the guard's two, and those by which processes of the trainer meet.
+VARIABLES = ("COMMUNICATION", "WATCH", "REDUCE_DTYPE", "CHECK", "GUARD", "SILENCE")
+LAUNCHED = ("STORE_PATH", "LAUNCHER_PID", "RUN_DIR")
 
 
 @dataclass(frozen=True)
@@ -77,15 +69,11 @@ class Options:
     def current(cls, environ: Mapping[str, str] | None = None) -> Options:
         """The options from the environment variables above, overridden by open `use_options`.
 
-        Raises `ValueError` that names the variable, its value and the allowed values.
+        Raises `ValueError` that names the variable, its value and the allowed values; also for a variable that begins
+        with FULLSHARD_ and is none of fullshard's.
         """
         source = os.environ if environ is None else environ
-        for name in _REMOVED:
-            if source.get(name):
-                raise ValueError(
-                    f"{name}: expected no such variable, which was removed in version 0.2, found "
-                    f"{source[name]!r}; {_REMOVED[name]}"
-                )
+        _expect_known(source)
         found = cls(
             communication=_choice(source, "FULLSHARD_COMMUNICATION", COMMUNICATION),
             watch=_choice(source, "FULLSHARD_WATCH", WATCH),
@@ -125,12 +113,19 @@ def _choice(source: Mapping[str, str], name: str, choices: tuple[str, ...]) -> s
 
 def _expect_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
     if value not in choices:
-        raise ValueError(f"{name}: expected one of {', '.join(choices)}, found {value!r}{removed(value)}")
+        raise ValueError(f"{name}: expected one of {', '.join(choices)}, found {value!r}")
 
 
-def removed(value: object) -> str:
-    """What to do instead of a removed strategy, to append to an error; "" for others."""
-    return f"; {_REMOVED[value]}" if isinstance(value, str) and value in _REMOVED else ""
+def _expect_known(source: Mapping[str, str]) -> None:
+    """A misspelt variable would be without effect and without a word."""
+    known = {f"FULLSHARD_{name}" for name in (*VARIABLES, *LAUNCHED)}
+    for name, value in source.items():
+        if name.startswith("FULLSHARD_") and value and name not in known:
+            listed = ", ".join(f"FULLSHARD_{one}" for one in VARIABLES)
+            raise ValueError(
+                f"{name}: expected one of fullshard's variables, {listed}, found this one, which is none of them; "
+                f"correct its name, or unset it"
+            )
 
 
 def _expect_count(name: str, value: object, at_least: int) -> None:

@@ -347,13 +347,13 @@ SETTINGS = (
     ),
     _everywhere(
         "old_agree",
-        "FULLSHARD_AGREE is set, which is no setting any more",
+        "FULLSHARD_AGREE is set, which is no setting",
         ("FULLSHARD_AGREE", "none"),
         expected=Raises("ValueError", ("FULLSHARD_AGREE", "FULLSHARD_GUARD")),
     ),
     _everywhere(
         "old_order",
-        "FULLSHARD_ORDER is set, which is no setting any more",
+        "FULLSHARD_ORDER is set, which is no setting",
         ("FULLSHARD_ORDER", "trust"),
         expected=Raises("ValueError", ("FULLSHARD_ORDER", "FULLSHARD_GUARD")),
     ),
