@@ -50,18 +50,15 @@ API: dict[str, tuple[str, str, dict[str, tuple[str, ...]]]] = {
                 "materialize", "load_pretrained", "mark_initialized", "mark_restored", "sync_module_states",
             ),
             "Optimizers and gradients": (
-                "clip_grad_norm_", "grad_stats", "GradientStats", "GradientFigures", "step_on_shards",
-                "rebind_optimizer", "step_in_backward", "StepInBackward",
+                "clip_grad_norm_", "grad_stats", "step_on_shards", "rebind_optimizer", "step_in_backward",
             ),
             "Full parameters": ("full_params", "unit_open"),
-            "Micro-batches and uneven data": ("MicroBatches", "joined", "Turn"),
+            "Micro-batches and uneven data": ("MicroBatches", "joined"),
             "Failures and checks": (
-                "guard", "PeerFailed", "RanksDisagree", "check_gradients", "GradientCheck", "NonFiniteError",
-                "check_invariants", "InvariantChecks", "InvariantBroken", "replay", "Replay", "ReplayError",
-                "find_drift", "Drift",
+                "guard", "PeerFailed", "RanksDisagree", "check_gradients", "check_invariants", "replay", "find_drift",
             ),
-            "Look inside": ("report", "Report", "UnitReport", "inspect_units", "UnitInfo"),
-            "Programs": ("Program", "original_classes", "install", "uninstall", "Installation"),
+            "Look inside": ("report",),
+            "Programs": ("Program", "original_classes", "install", "uninstall"),
         },
     ),
     "checkpoint": (
@@ -76,6 +73,19 @@ API: dict[str, tuple[str, str, dict[str, tuple[str, ...]]]] = {
                 "CheckpointError", "CheckpointBusy", "CheckpointDamaged", "CheckpointIOError", "CheckpointMismatch",
                 "CheckpointNotFound",
             ),
+        },
+    ),
+    "extras": (
+        "fullshard.extras",
+        "What the tools of the training loop return and raise. The tools themselves are names of `fullshard`.",
+        {
+            "Gradients": ("GradientStats", "GradientFigures", "StepInBackward"),
+            "Uneven data": ("Turn",),
+            "Checks": (
+                "GradientCheck", "NonFiniteError", "InvariantChecks", "InvariantBroken", "Replay", "ReplayError",
+                "Drift",
+            ),
+            "Programs": ("Installation",),
         },
     ),
     "observe": (

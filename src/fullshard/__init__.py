@@ -4,6 +4,7 @@ Public names are imported when the first of them is asked for (PEP 562): `fullsh
 """
 
 import sys
+import warnings
 from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING
@@ -16,33 +17,18 @@ if TYPE_CHECKING:
 __all__ = [
     "CPUOffloadPolicy",
     "DataParallelMeshDims",
-    "Drift",
     "FSDPModule",
     "GradScaler",
-    "GradientCheck",
-    "GradientFigures",
     "GradientReductionHandle",
-    "GradientStats",
-    "Installation",
-    "InvariantBroken",
-    "InvariantChecks",
     "MicroBatches",
     "MixedPrecisionPolicy",
-    "NonFiniteError",
     "OffloadPolicy",
     "PeerFailed",
     "Prepared",
     "Program",
     "RanksDisagree",
-    "Replay",
-    "ReplayError",
-    "Report",
     "ShardPlacementResult",
     "ShardingConfig",
-    "StepInBackward",
-    "Turn",
-    "UnitInfo",
-    "UnitReport",
     "UnshardHandle",
     "__version__",
     "check_gradients",
@@ -54,7 +40,6 @@ __all__ = [
     "fully_shard",
     "grad_stats",
     "guard",
-    "inspect_units",
     "install",
     "joined",
     "load_pretrained",
@@ -78,12 +63,26 @@ __all__ = [
 
 
 # Documented packages: `fullshard.observe.record(model)` needs no import of its own.
-_PACKAGES = ("checkpoint", "observe")
+_PACKAGES = ("checkpoint", "extras", "observe")
+# Types of results were here up to 0.2, and go from here in 0.4: where they are.
+_FORMER = {
+    **dict.fromkeys(("Drift", "GradientCheck", "Installation", "InvariantBroken", "InvariantChecks"), "extras"),
+    **dict.fromkeys(("NonFiniteError", "Replay", "ReplayError", "StepInBackward", "Turn"), "extras"),
+    **dict.fromkeys(("Report", "UnitInfo", "UnitReport", "inspect_units"), "observe"),
+}
 
 
 def __getattr__(name: str) -> object:
     if name in _PACKAGES:
         return import_module(f".{name}", __name__)
+    if name in _FORMER:
+        place = f"{__name__}.{_FORMER[name]}"
+        former: object = getattr(import_module(place), name)
+        globals()[name] = former  # one warning
+        if name != "inspect_units":  # which warns itself, when it is called
+            message = f"fullshard.{name} is {place}.{name} from 0.3 on; the former place goes in 0.4"
+            warnings.warn(message, DeprecationWarning, stacklevel=2)
+        return former
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     found: object = getattr(import_module("._public", __name__), name)

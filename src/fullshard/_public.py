@@ -1,10 +1,8 @@
 """The public names and where they are. `fullshard` hands them out when they are first asked for."""
 
-from .api import Drift as Drift
 from .api import FSDPModule as FSDPModule
 from .api import GradientReductionHandle as GradientReductionHandle
 from .api import GradScaler as GradScaler
-from .api import Installation as Installation
 from .api import PeerFailed as PeerFailed
 from .api import RanksDisagree as RanksDisagree
 from .api import ShardPlacementResult as ShardPlacementResult
@@ -28,17 +26,7 @@ from .api import sync_module_states as sync_module_states
 from .api import uninstall as uninstall
 from .api import unit_open as unit_open
 from .checkpoint.formats import load_pretrained as load_pretrained
-from .extras import GradientCheck as GradientCheck
-from .extras import GradientFigures as GradientFigures
-from .extras import GradientStats as GradientStats
-from .extras import InvariantBroken as InvariantBroken
-from .extras import InvariantChecks as InvariantChecks
 from .extras import MicroBatches as MicroBatches
-from .extras import NonFiniteError as NonFiniteError
-from .extras import Replay as Replay
-from .extras import ReplayError as ReplayError
-from .extras import StepInBackward as StepInBackward
-from .extras import Turn as Turn
 from .extras import check_gradients as check_gradients
 from .extras import check_invariants as check_invariants
 from .extras import grad_stats as grad_stats
@@ -49,10 +37,6 @@ from .migrate.activations import checkpoint_activations as checkpoint_activation
 from .migrate.config import ShardingConfig as ShardingConfig
 from .migrate.prepare import Prepared as Prepared
 from .migrate.prepare import prepare_fully_shard as prepare_fully_shard
-from .observe import Report as Report
-from .observe import UnitInfo as UnitInfo
-from .observe import UnitReport as UnitReport
-from .observe import inspect_units as inspect_units
 from .observe import report as report
 from .policy import CPUOffloadPolicy as CPUOffloadPolicy
 from .policy import DataParallelMeshDims as DataParallelMeshDims

@@ -56,7 +56,7 @@ def test_units_have_ranks_sizes_and_names_and_the_former_call_returns_them() -> 
     with fake_world(4):
         net = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6))
         with pytest.warns(DeprecationWarning, match=r"use report\(model\)\.units") as told:
-            assert fullshard.inspect_units(net) == ()
+            assert fullshard.observe.inspect_units(net) == ()
         assert told[0].filename == __file__
         fully_shard([net[0], net[1]], mp_policy=fullshard.MixedPrecisionPolicy(torch.bfloat16, torch.float64))
         root, pair = fullshard.report(fully_shard(net)).units
@@ -67,7 +67,7 @@ def test_units_have_ranks_sizes_and_names_and_the_former_call_returns_them() -> 
         # Asked about one module of the two, the other has its names in the unit.
         assert len(fullshard.report(net[0]).units[0].param_names) == 4
         with pytest.warns(DeprecationWarning):
-            assert fullshard.inspect_units(net) == (root, pair)
+            assert fullshard.observe.inspect_units(net) == (root, pair)
 
 
 @pytest.mark.quick(3)

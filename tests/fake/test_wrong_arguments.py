@@ -267,7 +267,7 @@ FUNCTIONS: dict[str, Call] = {
         fullshard.report,
         {"model": MODEL, "optimizer": Argument(lambda given: given.optimizer, "None")},
     ),
-    "inspect_units": (fullshard.inspect_units, {"model": MODEL._replace(taken="module")}),
+    "inspect_units": (fullshard.observe.inspect_units, {"model": MODEL._replace(taken="module")}),
     "share_comm_ctx": (fullshard.share_comm_ctx, {"modules": Argument(lambda given: [given.model], "list")}),
     "step_in_backward": (
         fullshard.step_in_backward,

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import fullshard
-from fullshard import ReplayError
+from fullshard.extras import ReplayError
 from fullshard.observe import Recorder
 from fullshard.train.config import Config
 from fullshard.train.console import Console
@@ -166,7 +166,7 @@ def checking(rank: int, config: Config, fault: SeededFault | None) -> tuple[str,
     with seeded(fault) if fault else nullcontext():
         try:
             trainer.run(outputs)
-        except fullshard.InvariantBroken as raised:
+        except fullshard.extras.InvariantBroken as raised:
             return str(raised), losses
     return "", losses
 

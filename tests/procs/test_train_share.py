@@ -10,7 +10,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fullshard import Report, UnitReport, report
+from fullshard import report
+from fullshard.observe import Report, UnitReport
 from fullshard.train.config import Config
 from tests.harness.pool import pool
 from tests.procs.test_train_world import config_of, trainer_of

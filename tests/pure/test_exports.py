@@ -65,15 +65,12 @@ def test_the_promised_names_are_there() -> None:
         "FSDPModule",
         "MixedPrecisionPolicy",
         "OffloadPolicy",
-        "UnitInfo",
-        "UnitReport",
         "GradientReductionHandle",
         "UnshardHandle",
         "clip_grad_norm_",
         "full_params",
         "fully_shard",
         "grad_stats",
-        "inspect_units",
         "mark_initialized",
         "materialize",
         "original_classes",
@@ -83,6 +80,27 @@ def test_the_promised_names_are_there() -> None:
         "share_comm_ctx",
         "unit_open",
     }
+
+
+def test_a_former_place_gives_the_same_with_one_warning() -> None:
+    """In a process of its own: the warning comes once."""
+    former = {"extras": ("Drift", "NonFiniteError", "Turn"), "observe": ("Report", "UnitReport")}
+    code = f"""
+import warnings
+import fullshard
+for place, names in {former}.items():
+    for name in names:
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            found = getattr(fullshard, name), getattr(getattr(fullshard, place), name), getattr(fullshard, name)
+        assert found[0] is found[1] is found[2]
+        (warning,) = seen
+        assert f"fullshard.{{name}} is fullshard.{{place}}.{{name}} from 0.3 on" in str(warning.message)
+        assert warning.category is DeprecationWarning and warning.filename == "<string>"
+"""
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
+    assert run.returncode == 0, run.stderr
+    assert not set(sum(former.values(), ())) & set(fullshard.__all__)
 
 
 def test_public_objects_say_what_they_are() -> None:

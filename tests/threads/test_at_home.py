@@ -150,7 +150,7 @@ def test_install_and_uninstall_put_back_the_very_objects(put_back: dict[tuple[st
 
     fullshard.uninstall()  # nothing to do
     with fullshard.install() as outer:
-        assert installed() and isinstance(outer, fullshard.Installation)
+        assert installed() and isinstance(outer, fullshard.extras.Installation)
         for name in NAMES:
             assert getattr(torch_fsdp, name) is getattr(fullshard, name)
         with fullshard.install():  # changes nothing, and does not end what another one began

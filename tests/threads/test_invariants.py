@@ -12,7 +12,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import fullshard
-from fullshard import InvariantBroken, check_invariants, fully_shard
+from fullshard import check_invariants, fully_shard
+from fullshard.extras import InvariantBroken
 from tests.harness.models import seeded as model_of
 from tests.harness.seeded_faults import SeededFault, seeded
 from tests.harness.threads import run_ranks

@@ -16,7 +16,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import fullshard
-from fullshard import GradientCheck, NonFiniteError, check_gradients
+from fullshard import check_gradients
+from fullshard.extras import GradientCheck, NonFiniteError
 from tests.harness import experts
 from tests.harness.behaviours import behaviour
 from tests.harness.models import seeded

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import fullshard
-from fullshard import Replay, ReplayError
+from fullshard.extras import Replay, ReplayError
 from tests.harness.behaviours import behaviour
 from tests.harness.models import seeded
 from tests.harness.threads import run_ranks

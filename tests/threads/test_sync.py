@@ -275,5 +275,5 @@ def test_copies_of_shards_and_ignored_parameters_are_found() -> None:
 
 
 def test_what_is_found_is_said_in_words() -> None:
-    drift = fullshard.Drift("norm.mean", "buffer", ((0, 1, 3), (2,)))
+    drift = fullshard.extras.Drift("norm.mean", "buffer", ((0, 1, 3), (2,)))
     assert str(drift) == "norm.mean (ranks 0 and 1 and 3 unlike rank 2)"

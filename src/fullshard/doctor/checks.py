@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import attrgetter
 from typing import NamedTuple
 
-from fullshard import Report, UnitReport
+from fullshard.observe import Report, UnitReport
 from fullshard.observe.report import human
 
 from . import machine

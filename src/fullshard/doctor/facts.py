@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from fullshard import Report
+from fullshard.observe import Report
 
 
 @dataclass(frozen=True)

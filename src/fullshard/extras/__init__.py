@@ -3,6 +3,8 @@ optimizer steps in backward, one decision on NaN and inf, figures of gradients, 
 step.
 """
 
+from ..api import Drift as Drift
+from ..api import Installation as Installation
 from .check_gradients import GradientCheck as GradientCheck
 from .check_gradients import NonFiniteError as NonFiniteError
 from .check_gradients import check_gradients as check_gradients

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from fullshard import Report
+from fullshard.observe import Report
 from fullshard.train.metrics import StepRecord, in_units, installed, missing
 
 

@@ -24,7 +24,7 @@ from torch import Tensor
 
 import fullshard
 from fullshard import checkpoint
-from fullshard.observe import Recorder
+from fullshard.observe import Recorder, Report
 from fullshard.train.config import AUTO, Config
 from fullshard.train.console import Console
 from fullshard.train.data import SampleOrder, Tokenizer, TokenSplit, validation_windows, windows
@@ -59,7 +59,7 @@ class Outcome(NamedTuple):
 
     last: StepRecord | None  # None if no step was left to run
     seconds: float
-    held: fullshard.Report  # parameters, gradients and optimizer of this rank, counted after the first step's update
+    held: Report  # parameters, gradients and optimizer of this rank, counted after the first step's update
 
 
 @dataclass(slots=True)
@@ -131,7 +131,7 @@ class Trainer:
         self.peak_flop_per_second = peak_flop_per_second(world.device, compute_dtype(config.precision))
         # The random numbers of a step depend on (seed, step, rank): the same with and without a stop.
         self.random = checkpoint.RandomState(keys.seed, world.rank)
-        self.held: fullshard.Report | None = None
+        self.held: Report | None = None
         self.stopped_by = 0  # the signal that some rank received before the last step's figures were summed
 
     @property
@@ -184,7 +184,7 @@ class Trainer:
         first, second = records
         # If the second run had less memory, its smaller micro-batches are added in another order.
         if not found.ok and first.micro_batch == second.micro_batch:
-            raise fullshard.ReplayError(found)
+            raise fullshard.extras.ReplayError(found)
         return second
 
     def step(self, step: int, recorder: Recorder | None = None) -> StepRecord:

@@ -8,8 +8,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from fullshard import UnitReport, report
-from fullshard.observe import Recorder, first_and_every
+from fullshard import report
+from fullshard.observe import Recorder, UnitReport, first_and_every
 from fullshard.train import data, folder, metrics
 from fullshard.train.config import Config, ConfigError
 from fullshard.train.console import Console, clock, console_for, draw_loss, memory_lines
