@@ -1,4 +1,5 @@
-"""Runs commands: one method per command, no decisions. The only place where tensors and messages meet.
+"""Runs commands, one method per command: which are run, the rules decided. The only place where tensors and messages
+meet.
 
 `run` issues messages in the order of its commands, which is the same on every rank.
 """

@@ -4,7 +4,7 @@
     module hook        (last)   -> post_forward; hooks put on the nodes of outputs that require a gradient
     output's node, before it runs in backward -> pre_backward
     input tensor, when its gradient is complete -> inputs_reached
-    full parameter, when its gradient is accumulated (unit.py) -> grads_ready
+    full parameter, when its gradient is accumulated (gradients.py) -> grads_ready
 
 Output hooks are on the autograd *node*, which stays in the graph after an in-place edit of the output. Input hooks are
 on the *tensor*: they run before the hooks of its node, so the end of this unit's backward is reported before the

@@ -180,8 +180,8 @@ def peers_below(*models: nn.Module) -> Peers:
 # interrupted halfway, which cannot be undone. If they differ, every forward of the model raises on all ranks until a
 # consistent state is loaded, or the user declares the state consistent.
 #
-# The same after a loss on a device, which the scope reports beside this word (guard/failures.py). Here a load must have
-# written everything (recovery.py).
+# The same after a loss on a device, which the scope reports beside this word (guard/failures.py). Then a load must have
+# written everything (`Recovery`, below).
 
 _HALF = "+"
 

@@ -45,15 +45,6 @@ from .optimizer_steps import follow_steps, note_full, optimizer_steps
 from .stream import ModelStream
 
 # ---- sizes -----------------------------------------------------------------------------------------------------------
-# One `fully_shard` call at run time: its modules, param groups and lifecycle record, and the objects it owns.
-#
-# settings     what the user chose                              api
-# record       its lifecycle state                              the rules (schedule/), and settings that they read
-# channels     its collectives                                  channels.py
-# gradients    arrived and missing gradients                    gradients.py
-# staleness    versions of the gathered shards                  unit.py
-# watching     whether saved weights are watched                backward.py
-
 # Bytes of one param group, from its layout; the same on every rank.
 
 

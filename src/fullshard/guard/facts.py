@@ -273,7 +273,8 @@ class Sealed(NamedTuple):
 
 
 class Ledger:
-    """See the module."""
+    """What one rank did to the shards of a root on one mesh since its ranks last compared: facts that stand, and deeds
+    in their order, with one digest of both."""
 
     def __init__(self) -> None:
         self._standing: dict[str, Fact] = {}

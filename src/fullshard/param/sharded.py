@@ -464,7 +464,7 @@ class KeptTensor:
 
 
 class KeptGradients:
-    """`.grad` of one parameter, with the gradients held beside it (sharded.py). Takes memory only for those that exist:
+    """`.grad` of one parameter, with the gradients held beside it. Takes memory only for those that exist:
     none after `zero_grad()`."""
 
     __slots__ = ("_grad", "_held", "_marker", "_param", "_partial")
