@@ -375,7 +375,7 @@ def test_fitted_shares_are_less_wrong() -> None:
     base = find_hardware("h100")
     true = replace(base, matmul=0.68, stream=0.75)
     lines = [line for line in LINES if line.name in ("8B blocks", "1B blocks", "1B blocks, 4 x 1024")]
-    found = [(one, Truth(one.plan(true).seconds, 0.0)) for one in (Predictor(line, base) for line in lines)]
+    found = [(one, Truth(one.plan(true).seconds, 0.0, 0.0)) for one in (Predictor(line, base) for line in lines)]
     after = fitted(found[:2], base, limit_s=60)
     errors = [
         [abs(one.plan(hardware).seconds / truth.seconds - 1) for one, truth in found] for hardware in (base, after)
