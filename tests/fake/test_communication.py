@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from datetime import timedelta
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from torch.distributed.tensor.debug import CommDebugMode
 
 from fullshard.comm.data_group import Sent
+from fullshard.guard.wait import Waits
 from tests.harness.fake import fake_world
 from tests.threads.programs import Model, batch, shard
 
@@ -161,3 +163,19 @@ def test_a_message_that_no_cut_ends_is_given_up() -> None:
     with pytest.raises(LookupError, match="message 7: Operation timed out"):
         Sent(group, work, 7, in_one=False).wait()
     assert work.waits == 4 and not group.scope.watch.waiting
+
+
+def test_a_message_of_connections_that_were_given_up_is_no_wait_of_the_new_epoch() -> None:
+    """A rank that drains what a failed step left behind does not wait for its peers: they met, and number messages
+    anew. It was read as two ranks that wait for each other."""
+    group = _group(iter([]))
+    group.name, group.ranks, scope = "data 0.1", (0, 1), group.scope
+    vars(scope).update(name="everyone", ranks=(0, 1), epoch=5, told="", failures=None)
+    scope.watch.host = SimpleNamespace(now=time.monotonic, event=threading.Event)
+    waits = Waits()
+    kept = Sent(group, cast(Any, _LateBy("")), 24, in_one=False)
+    for epoch, renewed, blocks in ((5, 0, True), (6, 0, True), (7, 1, False), (8, 2, False)):
+        vars(scope).update(epoch=epoch, renewed=renewed)
+        waits[threading.get_ident()] = kept
+        kept.since += 1  # another wait for it begins
+        assert [one.told()["number"] for one in waits.current().values()] == ([24] if blocks else [])

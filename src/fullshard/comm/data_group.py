@@ -421,6 +421,10 @@ class Sent:
                 "message", scope, scope.told or group.name, name=group.name, number=self.number, ranks=group.ranks
             )
             self._described.since = self.since
+        if self._renewed != self.group.scope.renewed:
+            # A meeting gave its connections up. This wait ends within some seconds, and messages of the new epoch have
+            # the same numbers: it must not be taken for one of them, which others do not send.
+            self._described.epoch = -1
         return self._described
 
     def wait(self) -> object:
