@@ -351,6 +351,63 @@ def test_a_compiled_layer_writes_as_an_eager_one() -> None:
     run_ranks(1, rank_fn)
 
 
+def _by_position(module: nn.Module, args: Any, output: Any) -> None:
+    args[1].append("hook")
+
+
+def _by_name(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+    kwargs["aux"].append("hook")
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("place", ["root", "layers"])
+def test_hooks_of_the_program_write_as_the_forward_does(place: str, when: str) -> None:
+    """Whether they were registered before the units were made or afterwards."""
+
+    def hooked(model: Any) -> None:
+        for module in [model] if place == "root" else model.layers:
+            module.register_forward_pre_hook(lambda module, args: args[1].append("before"))
+            module.register_forward_hook(_by_position)
+
+    def rank_fn(rank: int) -> None:
+        found: list[list[Any]] = []
+        for shards in (False, True):
+            model: Any = seeded(lambda: Model(lambda index, x, aux: aux.append(index)))
+            if when == "before" or not shards:
+                hooked(model)
+            if shards:
+                for layer in model.layers:
+                    fully_shard(layer, mp_policy=POLICY)
+                fully_shard(model, mp_policy=POLICY if place == "root" else MixedPrecisionPolicy())
+                if when == "after":
+                    hooked(model)
+            for _ in range(2):
+                found.append([torch.zeros(1)])
+                model(torch.ones(2, 4), found[-1])
+        assert found[0][1:] == found[1][1:] == found[2][1:] == found[3][1:] != []
+
+    run_ranks(1, rank_fn)
+
+
+def test_a_hook_writes_into_a_container_by_name_also_when_the_forward_raises() -> None:
+    def write(index: int, x: Tensor, argument: Any, aux: list[Any]) -> None:
+        aux.append(index)
+        if len(aux) > 5:
+            raise KeyError("expected")
+
+    def rank_fn(rank: int) -> None:
+        model = sharded(write)
+        model.register_forward_hook(_by_name, with_kwargs=True, always_call=True)
+        aux: list[Any] = [torch.zeros(1)]
+        model(torch.ones(2, 4), aux=aux)
+        assert aux[1:] == [0, 1, 2, "hook"]
+        with pytest.raises(KeyError):
+            model(torch.ones(2, 4), aux=aux)
+        assert aux[5:] == [0, "hook"]
+
+    run_ranks(1, rank_fn)
+
+
 # ---- refused ---------------------------------------------------------------------------------------------------------
 
 
@@ -380,6 +437,37 @@ def test_a_tensor_edited_in_place_in_a_copy_is_an_error_that_names_it(
         model = sharded(lambda index, x, argument: find(argument).add_(1))
         with pytest.raises(RuntimeError, match=f"(?s){place}.*bfloat16.*cast_forward_inputs=False"):
             model(torch.ones(2, 4), make(torch.zeros(3)))
+
+    run_ranks(1, rank_fn)
+
+
+def _cache(index: int, x: Tensor, cache: Any) -> None:
+    """Keys of a position in memory that was made before."""
+    cache["keys"][index].copy_(x[0])
+
+
+@pytest.mark.parametrize(
+    "context", [torch.no_grad, torch.inference_mode, lambda: torch.autocast("cpu", torch.bfloat16)]
+)
+def test_a_cache_that_a_generation_writes_into_is_an_error_in_any_mode(context: Any) -> None:
+    """With keys in the compute dtype it is written."""
+
+    def rank_fn(rank: int) -> None:
+        model, adding = sharded(_cache).eval(), sharded(lambda index, x, keys: keys.add_(1)).eval()
+        x = torch.ones(2, 4)
+        with context():
+            cache = {"keys": torch.zeros(3, 4)}
+            if context is torch.inference_mode:
+                with pytest.raises(RuntimeError, match=r"(?s)argument\['keys'\].*assign a new tensor"):
+                    model(x, cache)
+                with pytest.warns(UserWarning, match=r"(?s)the tensor argument .*edited in place"):
+                    adding(x, cache["keys"])
+            with torch.no_grad():
+                half = {"keys": torch.zeros(3, 4, dtype=torch.bfloat16), "mask": torch.zeros(1)}
+                model(x, half)
+                assert half["keys"].any(1).all()
+        with pytest.raises(RuntimeError, match=r"(?s)argument\['keys'\].*assign a new tensor"), torch.no_grad():
+            model(x, {"keys": torch.zeros(3, 4)})
 
     run_ranks(1, rank_fn)
 

@@ -90,6 +90,11 @@ def run_first(module: nn.Module, state_dict_hook: RemovableHandle) -> None:
     module._state_dict_hooks.move_to_end(state_dict_hook.id, last=False)  # type: ignore[attr-defined]
 
 
+def runs_last(module: nn.Module, hook: Callable[..., Any]) -> bool:
+    """Whether no forward hook of `module` runs after `hook`, which is one."""
+    return next(reversed(module._forward_hooks.values())) is hook
+
+
 def non_persistent_buffers(module: nn.Module) -> frozenset[str]:
     """Names of the module's own buffers that its state dict leaves out."""
     return frozenset(module._non_persistent_buffers_set)

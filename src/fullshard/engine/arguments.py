@@ -180,9 +180,13 @@ class Arguments:
             if made is not tensor:
                 self._moved.append((tensor, made))
             return made
-        made = made.to(dtype)
-        # Tensors made in inference mode do not count their edits.
-        self._cast.append((tensor, made, -1 if made.is_inference() else version_of(made)))
+        if torch.is_inference_mode_enabled():
+            # Tensors made in inference mode do not count their edits.
+            with torch.inference_mode(False), torch.no_grad():
+                made = made.to(dtype)
+        else:
+            made = made.to(dtype)
+        self._cast.append((tensor, made, version_of(made)))
         return made
 
     @property
@@ -191,7 +195,8 @@ class Arguments:
         return bool(self._copies or self._cast)
 
     def carry_back(self, unit: str, module: nn.Module | None, *, warn: bool) -> bool:
-        """Write what the forward of `unit` added, replaced or removed in copies into the caller's containers.
+        """Write what the forward of `unit` added, replaced or removed in copies into the caller's containers; again,
+        what was since the last time.
 
         `module`: whose forward it was, for the names of arguments, None for another method; `warn`: that a tensor
         argument itself was edited in place is a warning. Returns whether it warned. Raises `RuntimeError` for what
@@ -207,7 +212,7 @@ class Arguments:
                 f"MixedPrecisionPolicy(cast_forward_inputs=False) for this module"
             )
         for given, made, version in self._cast:
-            if version < 0 or version_of(made) == version:
+            if version_of(made) == version:
                 continue
             inside = all(item is not given for item in (*self._given[0], *self._given[1].values()))
             if not (inside or warn):
@@ -240,6 +245,7 @@ class Arguments:
             assert entry.given_held is not None
             if _same(_held(entry.given), entry.given_held):
                 _carry(entry, now, originals)
+                self._copies[id(entry.given)] = entry._replace(given_held=_held(entry.given), made_held=now)
             else:
                 refused.append(entry.given)
         return refused

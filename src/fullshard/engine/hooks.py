@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from .._torch import current_backward, saved_tensor_hooks_allowed
-from .._torch.modules import call, outside_graphs
+from .._torch.modules import call, outside_graphs, runs_last
 from ..schedule import Use
 from .arguments import Arguments, cast_floating, tensors_requiring_grad
 from .backward import State, refuse_writes, state_before
@@ -155,6 +155,8 @@ class UnitHooks:
             # Recomputation writes what the original forward wrote.
             if current_backward() != -1 or not arguments.has_copies:
                 arguments = None
+            elif not method and not runs_last(module, self._after):
+                self._carry_after_hooks(module, arguments)
         own_use, nested = root.pre_forward(unit, self.running, in_method=bool(self._running) and self.in_method)
         watched = False
         inputs: Sequence[_InputHook] = ()
@@ -213,6 +215,15 @@ class UnitHooks:
         callee = None if running.method else module
         if arguments.carry_back(self._unit.record.name, callee, warn=not self._warned_of_edit):
             self._warned_of_edit = True
+
+    def _carry_after_hooks(self, module: nn.Module, arguments: Arguments) -> None:
+        """Carry back once more after the hooks that others registered on `module`: they get the copies too."""
+
+        def again(*_: object) -> None:
+            handle.remove()
+            arguments.carry_back(self._unit.record.name, module, warn=False)
+
+        handle = module.register_forward_hook(outside_graphs(again), with_kwargs=True, always_call=True)
 
     def _ran(self, module: nn.Module) -> bool:
         """Note that `module` ran; return whether other modules of the unit did not run yet in this pass."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import copy
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
@@ -244,3 +245,41 @@ def other_head(run: Run) -> None:
 def into_other_head(run: Run, tokens: Tensor) -> Tensor:
     found: Tensor = run.kept["head"](run.model(tokens)).pow(2).mean()
     return found
+
+
+# ---- numbers of gradients --------------------------------------------------------------------------------------------
+
+
+def own_loop(may_step: Callable[[Run], bool]) -> Callable[[Run], None]:
+    """A loop that looks at gradients before each update, and leaves out the update that it does not like."""
+
+    def program(run: Run) -> None:
+        run.build()
+        for run.step in range(run.setup.steps):
+            run.at("step")
+            run.forward_and_backward()
+            if may_step(run):
+                run.optimizer.step()
+            run.optimizer.zero_grad()
+
+    return program
+
+
+def no_nan_here(run: Run) -> bool:
+    """Of a DTensor: none in this rank's rows."""
+    return not any(int(torch.isnan(p.grad).sum()) for p in run.model.parameters())
+
+
+def clipped_by_figures(run: Run) -> bool:
+    """Each gradient to a norm of 0.01; steps with a NaN are left out, on all ranks."""
+    if run.ours:
+        stats = fullshard.grad_stats(run.model)
+        norms = {name: figures.norm for name, figures in stats.parameters.items()}
+        bad = stats.model.nonfinite > 0
+    else:
+        norms = {name: float(p.grad.norm()) for name, p in run.model.named_parameters()}
+        bad = not all(map(math.isfinite, norms.values()))
+    if not bad:
+        for name, p in run.model.named_parameters():
+            p.grad.mul_(0.01 / norms[name])
+    return not bad

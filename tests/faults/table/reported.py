@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import torch
 
-from tests.faults.actions import Action
-from tests.faults.cases import PLAIN, Case, Outcome, Raises, Setup, Warns, at
+from tests.faults.actions import Action, poison
+from tests.faults.cases import PLAIN, Case, Equal, Outcome, Raises, Setup, Warns, at
+from tests.faults.deeds import pipelines
 from tests.faults.deeds import reported as do
+from tests.faults.program import Run
 from tests.faults.table.misuse import BF16, BF16_PLAIN, MIXED
 from tests.threads.programs import of_blocks
 
@@ -19,6 +22,17 @@ HEADED = Setup(model=do.Headed, units=("body", "head"))
 
 def _case(name: str, does: str, expected: Outcome, setup: Setup, *struck: Any, fast: bool = False) -> Case:
     return Case(f"reported/{name}", does, expected, struck, setup, fast=fast)
+
+
+def _program(
+    name: str,
+    does: str,
+    expected: Outcome,
+    program: Callable[[Run], None],
+    *struck: Any,
+    setup: Setup = Setup(),  # noqa: B008, it is frozen
+) -> Case:
+    return Case(f"reported/{name}", does, expected, struck, setup, program)
 
 
 def _refused(
@@ -209,4 +223,75 @@ OPTIMIZERS = (
     ),
 )
 
-CASES: tuple[Case, ...] = (*CONTAINERS, *MODELS, *WEIGHTS, *OPTIMIZERS)
+NUMBERS = (
+    _program(
+        "nan_in_one_rank_s_rows",
+        "the loop skips an update where it counts NaN in gradients, and rank 1's rows have one",
+        Raises("RanksDisagree", ("optimizer step", "rank 1", r"fullshard\.grad_stats", "isnan")),
+        do.own_loop(do.no_nan_here),
+        at(1, "gradients", poison("head.weight", float("nan")), rank=1),
+    ),
+    _program(
+        "figures_of_gradients",
+        "the loop asks fullshard.grad_stats for NaN, and scales each gradient by its norm of there",
+        PLAIN,
+        do.own_loop(do.clipped_by_figures),
+    ),
+)
+
+PIPED = Setup(world=4, model=pipelines.stages)
+KEPT = (r"splits the backward", r"reshard_after_forward=False")
+PIPELINES = (
+    _program(
+        "dual_pipe_v",
+        "a pipeline by DualPipeV, over stages that are freed after forward",
+        Raises("RuntimeError", KEPT, on=(0, 1)),  # a stage's neighbours get what gloo says of a closed connection
+        pipelines.trains("ScheduleDualPipeV"),
+        setup=PIPED,
+    ),
+    _program(
+        "dual_pipe_v_kept",
+        "the same over stages that stay full",
+        PLAIN,
+        pipelines.trains("ScheduleDualPipeV", reshard=False),
+        setup=PIPED,
+    ),
+    _program(
+        "looped_bfs",
+        "a pipeline by LoopedBFS, over stages that are freed after forward",
+        PLAIN,
+        pipelines.trains("ScheduleLoopedBFS"),
+        setup=PIPED,
+    ),
+    _program(
+        "clip_in_a_pipeline",
+        "clip_grad_norm_ in a pipeline, which nothing is said of",
+        PLAIN,
+        pipelines.trains("ScheduleInterleaved1F1B", clip=pipelines.clip),
+        setup=PIPED,
+    ),
+    _program(
+        "clip_over_an_axis",
+        "the same with the pipeline's axis in groups=",
+        PLAIN,
+        pipelines.trains("ScheduleInterleaved1F1B", clip=pipelines.clip_over_the_axis),
+        setup=PIPED,
+    ),
+    _program(
+        "clip_of_each_stage",
+        "a call of clip_grad_norm_ for each of two stages of a rank",
+        Warns(("clip_grad_norm_", "all 2 stages", "pass the parameters of all of them in one call")),
+        pipelines.trains("ScheduleInterleaved1F1B", clip=pipelines.clip_each_stage),
+        setup=PIPED,
+    ),
+    _program(
+        "checkpoint_of_a_pipeline",
+        "a pipeline's checkpoint, loaded by the whole model on four ranks",
+        Equal(),
+        pipelines.trains("ScheduleInterleaved1F1B"),
+        at(2, "trained", pipelines.load_in_one_piece),
+        setup=PIPED,
+    ),
+)
+
+CASES: tuple[Case, ...] = (*CONTAINERS, *MODELS, *WEIGHTS, *OPTIMIZERS, *NUMBERS, *PIPELINES)
