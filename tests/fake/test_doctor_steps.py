@@ -274,9 +274,22 @@ def _unsteady_cases() -> dict[str, Callable[[], Program]]:
         "the global generator": lambda: program(batch=lambda i: torch.randn(4, 32)),
         "a stream": stream,
         "one generator for all": shared,
+        "a shuffled loader": lambda: program(batch=lambda i: next(iter(_shuffled()))[0]),
+        "an augmentation beside the data": lambda: program(
+            batch=lambda i: {"x": torch.ones(4, 32), "crop": _numpy().random.randint(0, 10**6, 3)}, loss=_of_x
+        ),
         "Python's random": lambda: program(batch=lambda i: {"x": torch.ones(4, 32), "k": random.random()}, loss=_of_x),
         "a step that writes to it": written,
     }
+
+
+def _shuffled() -> Any:
+    data = torch.utils.data.TensorDataset(torch.arange(64.0 * 32).view(64, 32))
+    return torch.utils.data.DataLoader(data, 4, shuffle=True)
+
+
+def _numpy() -> Any:
+    return pytest.importorskip("numpy")
 
 
 def _of_x(net: Any, batch: Any) -> Tensor:
@@ -318,6 +331,62 @@ def _calls() -> Callable[[], nn.Module]:
     return build
 
 
+def _by_rank(of: Callable[[], int]) -> Program:
+    """As for dropout, but before the weights."""
+
+    def build() -> nn.Module:
+        torch.manual_seed(1234 + of())
+        return blocks()
+
+    return program(build)
+
+
+def _of_rank_0() -> nn.Module:
+    """Rank 0 reads the weights, which others get from it; all seed alike."""
+    made = blocks()
+    if dist.get_rank() == 0:
+        with torch.no_grad():
+            made[0].weight.fill_(0.1)
+    return made
+
+
+def _penalty_on_gradients(model: Any, x: Tensor) -> Tensor:
+    loss = model(x).square().mean()
+    return loss + sum(g.square().sum() for g in torch.autograd.grad(loss, list(model.parameters()), create_graph=True))
+
+
+def _queue(self: Any, x: Tensor) -> Tensor:
+    """Keys of earlier batches, and where the next go."""
+    with torch.no_grad():
+        place = int(self.place)
+        self.queue[place : place + 4] = x
+        self.place[0] = (place + 4) % 16
+    return self.blocks(x + self.queue.mean(0))  # type: ignore[no-any-return]
+
+
+def _as_it_is(self: Any, x: Tensor) -> Tensor:
+    return self.blocks(x)  # type: ignore[no-any-return]
+
+
+def _centred(model: Any, x: Tensor) -> Tensor:
+    """The loss keeps a mean itself."""
+    model.mean.lerp_(x.mean(0), 0.1)
+    return model(x - model.mean).square().mean()  # type: ignore[no-any-return]
+
+
+def _with_attribute(value: Any) -> Callable[[], nn.Module]:
+    def build() -> nn.Module:
+        made = blocks(2, 32, device="meta")
+        made[1].mask = value()
+        return made
+
+    return build
+
+
+def _mask(size: int = 300) -> Tensor:
+    return torch.empty(size * MIB, dtype=torch.bool, device="meta")
+
+
 # name of the check -> name of the case -> the program, and what is said of it.
 PLANTED: dict[str, dict[str, tuple[Callable[[], Program], str]]] = {
     "sharded-step": {
@@ -342,6 +411,18 @@ PLANTED: dict[str, dict[str, tuple[Callable[[], Program], str]]] = {
         "a method of a block": (
             lambda: net(lambda m, x: m.head(m.blocks[0].forward(x)).square().mean()), "forward: ",
         ),
+        "a head's weight after its parts": (
+            lambda: net(lambda m, x: F.linear(m.blocks(x), m.head.weight).square().mean()), "head.weight",
+        ),
+        "gradients of parameters in a loss": (
+            lambda: net(_penalty_on_gradients), "torch.autograd.grad for parameters",
+        ),
+        "computed parameters": (
+            lambda: net(
+                lambda m, x: torch.func.functional_call(m, {n: 2 * p for n, p in m.named_parameters()}, x).mean()
+            ),
+            "expected a parameter on its module, found a computed tensor",
+        ),
         "plain state in an optimizer": (
             lambda: net(optimizer=WithPlainState), "optimizer step: RuntimeError: aten.add.Tensor got mixed",
         ),
@@ -361,6 +442,12 @@ PLANTED: dict[str, dict[str, tuple[Callable[[], Program], str]]] = {
         "a mean": (lambda: reading(lambda grad: grad.mean().item()), "gradient of blocks.0.weight, mean"),
         "the largest": (lambda: reading(lambda grad: grad.abs().max().item()), "gradient of blocks.0.weight, "),
         "a search for NaN": (lambda: reading(lambda grad: int(grad.isnan().sum())), "in <lambda>"),
+        "norms added in Python": (
+            lambda: reading(lambda grad: sum([grad.pow(2).sum().item()])), "gradient of blocks.0.weight, pow, sum",
+        ),
+        "a product with the weight": (
+            lambda: reading(lambda grad: (grad * grad).sum().item()), "gradient of blocks.0.weight, mul, sum",
+        ),
         "a hook of a parameter": (
             lambda: net(shard=_hooked), "gradient of head.weight, linalg_vector_norm (at test_doctor_steps.py:",
         ),
@@ -375,6 +462,10 @@ PLANTED: dict[str, dict[str, tuple[Callable[[], Program], str]]] = {
         "a generator of its own": (lambda: program(_own_generator), "equal seeds: 0.weight"),
         "numbers of the system": (lambda: program(_from_the_system), "equal seeds: 1.bias"),
         "a buffer of random features": (lambda: program(_random_features), "equal seeds: features"),
+        "a seed by the rank": (lambda: _by_rank(dist.get_rank), "seeds by the rank: 0.weight"),
+        "a seed by the launcher's RANK": (
+            lambda: _by_rank(lambda: int(os.environ.get("RANK", 0))), "on another rank, since `model` seeds by the rank",
+        ),
         "what was called before": (lambda: program(_calls()), "equal seeds: 0.weight"),
     },
     "drifting-buffers": {
@@ -384,6 +475,22 @@ PLANTED: dict[str, dict[str, tuple[Callable[[], Program], str]]] = {
         ),
         "a running mean": (lambda: drifting(_running, mean=torch.zeros(32)), "batches: mean"),
         "counts of tokens": (lambda: drifting(_counting, mean=torch.zeros(32, dtype=torch.long)), "batches: mean"),
+        "a queue": (
+            lambda: drifting(_queue, queue=torch.zeros(16, 32), place=torch.zeros(1, dtype=torch.long)),
+            "batches: queue |",
+        ),
+        "a mean that the loss keeps": (
+            lambda: program(applied(_as_it_is, mean=torch.zeros(32)), loss=_centred, batch=_by_batch), "batches: mean",
+        ),
+        "InstanceNorm": (
+            lambda: program(
+                lambda: nn.Sequential(
+                    nn.Unflatten(1, (4, 8)), nn.InstanceNorm1d(4, track_running_stats=True), nn.Flatten(), *blocks()
+                ),
+                batch=_by_batch,
+            ),
+            "batches: 1.running_mean, 1.running_var",
+        ),
         "random numbers": (lambda: drifting(_noisy, mean=torch.zeros(32)), "batches: mean"),
         "a buffer that is replaced": (lambda: drifting(_replaced, mean=torch.zeros(32)), "batches: mean"),
     },
@@ -414,6 +521,11 @@ PLANTED: dict[str, dict[str, tuple[Callable[[], Program], str]]] = {
         "one mask": (lambda: buffered(300), "300.0 MiB of buffers beside 2.1 KiB of shards: mask0 300.0 MiB"),
         "several": (lambda: buffered(40, 40), "mask0 40.0 MiB, mask1 40.0 MiB"),
         "in no state dict": (lambda: buffered(300, persistent=False), "mask0"),
+        "a plain attribute": (lambda: program(_with_attribute(_mask)), "1.mask 300.0 MiB"),
+        "a dict of tables": (
+            lambda: program(_with_attribute(lambda: {"cos": _mask(40), "sin": _mask(40), "name": "rope"})),
+            "1.mask['cos'] 40.0 MiB, 1.mask['sin'] 40.0 MiB",
+        ),
         "beside a larger model": (lambda: buffered(300, width=20000), "beside 763.0 MiB"),
     },
 }  # fmt: skip
@@ -506,6 +618,11 @@ def test_batches_are_compared_by_what_is_in_them() -> None:
     for dtype in (torch.bfloat16, torch.bool, torch.complex64, torch.int8, torch.float8_e4m3fn):
         one, two = torch.zeros(3).to(dtype), torch.ones(3).to(dtype)
         assert fingerprints.of_tensor(one) != fingerprints.of_tensor(two) == fingerprints.of_tensor(two.clone())
+
+
+def test_weights_that_rank_0_sends_are_seeded() -> None:
+    found = look(program(_of_rank_0))
+    assert not found, found
 
 
 # ---- sound -----------------------------------------------------------------------------------------------------------

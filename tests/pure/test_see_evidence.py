@@ -83,6 +83,20 @@ def test_a_rank_that_is_late_in_every_second_step_is_not_called_one(tmp_path: Pa
     assert not [found for found in causes.stragglers(run) if found.is_sure]
 
 
+@pytest.mark.parametrize(
+    "late",
+    [
+        lambda rank, number, noise: noise.uniform(0, 5) + 200 * (rank == 3 and number % 5 == 0),
+        lambda rank, number, noise: noise.uniform(0, 5) + 40 * (rank == 1 and number < 10),
+        lambda rank, number, noise: 0.0,
+        lambda rank, number, noise: 40.0 * (rank == noise.randrange(4)),
+    ],
+    ids=["a hiccup in each fifth step", "slow at first", "equal to the nanosecond", "another one each time"],
+)
+def test_what_passes_is_no_straggler(late: Late, tmp_path: Path) -> None:
+    assert not [found for found in causes.stragglers(timed(tmp_path, 4, 20, late)) if found.is_sure]
+
+
 def test_the_first_step_and_few_steps_show_little(tmp_path: Path) -> None:
     """Of two ranks one is the slower in any step: a coin toss."""
     late = one_late(1, 30, 1)
@@ -192,6 +206,43 @@ def test_a_cut_is_said_on_the_terminal_and_on_the_page(tmp_path: Path, capsys: A
     assert main(["see", str(tmp_path), "--unit", "layers.0"]) == 0
 
 
+@pytest.mark.parametrize(
+    "harm",
+    [
+        lambda content: content + b"\n\n",
+        lambda content: content.replace(b"\n", b"\n\n"),
+        lambda content: content.replace(b"\n", b"\r\n"),
+        lambda content: content + b'{"step": 99',
+        lambda content: content + b" ",
+    ],
+    ids=[
+        "blank lines at the end",
+        "blank lines between",
+        "ends of lines as Windows has them",
+        "half a step",
+        "a blank",
+    ],
+)
+def test_what_copies_and_editors_leave_is_read(harm: Callable[[bytes], bytes], tmp_path: Path) -> None:
+    two_ranks(tmp_path)
+    path = tmp_path / "see" / "from1-rank1.jsonl"
+    whole = read_run(tmp_path).ranks[1]
+    path.write_bytes(harm(path.read_bytes()))
+    assert read_run(tmp_path).ranks[1].steps == whole.steps
+
+
+def test_ranks_without_a_step_in_full_are_named(tmp_path: Path, capsys: Any) -> None:
+    """Of rank 1 a first half is there, and without it rank 0 can be seen."""
+    two_ranks(tmp_path)
+    path = tmp_path / "see" / "from1-rank1.jsonl"
+    content = path.read_bytes()
+    path.write_bytes(content[: content.index(b'"detail"') + 20])
+    assert main(["see", str(tmp_path)]) == 2
+    assert "found none; none of rank 1: without the files of these the others are shown" in capsys.readouterr().err
+    path.unlink()
+    assert main(["see", str(tmp_path)]) == 0
+
+
 def test_a_rank_without_a_whole_header_is_missing(tmp_path: Path, capsys: Any) -> None:
     two_ranks(tmp_path)
     path = tmp_path / "see" / "from1-rank1.jsonl"
@@ -287,3 +338,7 @@ def test_a_file_that_cannot_be_written_is_a_message(tmp_path: Path, capsys: Any)
     assert main(["see", str(tmp_path), "--html", str(tmp_path / "none" / "page.html")]) == 2
     told = capsys.readouterr().err
     assert "No such file or directory" in told and "Errno" not in told and "[" not in told
+    (tmp_path / "folder").mkdir()
+    for target in ("none/page.html", "folder"):
+        assert main(["see", str(tmp_path), "--html", str(tmp_path / target)]) == 2
+        assert capsys.readouterr().err.startswith(f"fullshard see: {tmp_path / target}: ")

@@ -254,11 +254,11 @@ def known_groups() -> dict[str, ProcessGroup]:
 
 
 @contextmanager
-def fake_group(world: int) -> Iterator[None]:
-    """Be rank 0 of `world` ranks: layouts and bytes are right, values are not. This process must have no group."""
+def fake_group(world: int, rank: int = 0) -> Iterator[None]:
+    """Be `rank` of `world` ranks: layouts and bytes are right, values are not. This process must have no group."""
     store: Any = importlib.import_module("torch.testing._internal.distributed.fake_pg").FakeStore()
     excepthook = sys.excepthook  # init_process_group puts one around it
-    dist.init_process_group("fake", rank=0, world_size=world, store=store)
+    dist.init_process_group("fake", rank=rank, world_size=world, store=store)
     try:
         yield
     finally:

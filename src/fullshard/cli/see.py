@@ -106,6 +106,8 @@ def _write(path: Path, text: str) -> None:
     try:
         beside.write_text(text)
         os.replace(beside, path)
-    except BaseException:
-        beside.unlink(missing_ok=True)
+    except OSError as error:
+        error.filename, error.filename2 = str(path), None  # not that of the file beside it
         raise
+    finally:
+        beside.unlink(missing_ok=True)

@@ -210,6 +210,11 @@ def _named(field: str, text: str) -> Callable[[Facts], Iterator[str]]:
     return find
 
 
+def _unseeded(facts: Facts) -> Iterator[str]:
+    yield from _named("unseeded", "other values in a second call of `model`, after equal seeds")(facts)
+    yield from _named("seeded_by_rank", "other values on another rank, since `model` seeds by the rank")(facts)
+
+
 def _optimizer_order(facts: Facts) -> Iterator[str]:
     if facts.model.strays:
         yield f"the optimizer holds {facts.model.strays} tensors that are no parameters of the sharded model"
@@ -380,9 +385,10 @@ CHECKS: tuple[Check, ...] = (
     Check("batch-changes", WARNING, _named("steps.unsteady_batch", "other values when `batch` is asked again for it"),
           "`fullshard verify` and a run that continues would train with other data than they compare with",
           "draw from torch.Generator().manual_seed(index), copy what a step writes to, and read data by index"),
-    Check("unseeded-model", WARNING, _named("unseeded", "other values in a second call of `model`, after equal seeds"),
+    Check("unseeded-model", WARNING, _unseeded,
           "ranks begin with different weights: the first forward raises, or trains a mixture of all ranks' models",
-          "draw from torch's global generator, or from one with a fixed seed; not from the time or the rank"),
+          "draw from torch's global generator, or from one with a fixed seed; not from the time or the rank, by which "
+          "dropout may be seeded after `model`"),
     Check("drifting-buffers", WARNING, _named("steps.drifting_buffers", "different on ranks with different batches"),
           "nothing averages them: evaluation and checkpoints use the statistics of one rank's data",
           "nn.SyncBatchNorm.convert_sync_batchnorm(model) before sharding, or "

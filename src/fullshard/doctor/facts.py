@@ -61,8 +61,9 @@ class Model:
     uninitialised: tuple[str, ...] = ()
     meta_buffers: tuple[str, ...] = ()  # in no state dict
     unseeded: tuple[str, ...] = ()  # other values in a second call of `model`, after the same seeds
+    seeded_by_rank: tuple[str, ...] = ()  # other values on another rank, by whose number the program seeds
     half: tuple[str, ...] = ()  # trainable, and stored in float16
-    buffers: tuple[tuple[str, int], ...] = ()  # all of them, with their bytes, the largest first
+    buffers: tuple[tuple[str, int], ...] = ()  # and tensors in attributes, with their bytes, the largest first
     ties_across: tuple[str, ...] = ()  # "a (unit x) = b (root)"
     refusal: str = ""
     report: Report | None = None

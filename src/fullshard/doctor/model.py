@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import random
 import sys
 import time
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -42,9 +43,10 @@ def look(
     """The facts of `program`'s model, and the times of its steps. `options`: of `fully_shard`; `steps`: whether to take
     any. Raises `ProgramError` if the model cannot be built."""
     skipped = [] if steps else ["a step (--no-probe)"]
-    with fake_group(world):
-        model, unseeded = _built_twice(program, skipped) if steps else (_build(program), ())
-        found = _tensors(model) | {"unseeded": unseeded}
+    with ExitStack() as group:
+        group.enter_context(fake_group(world))
+        model, compared = _built_again(program, world, group, skipped) if steps else (_build(program), {})
+        found = _tensors(model) | compared
         seconds: float | None = None
         shown = Steps()
         has_values = not (found["meta"] or found["meta_buffers"] or any(map(is_lazy, model.parameters())))
@@ -93,8 +95,33 @@ def _tensors(model: nn.Module) -> dict[str, Any]:
         ),
         "meta_buffers": tuple(dotted for dotted, buffer in ghosts if buffer.is_meta),
         "half": tuple(name for name, p in tensors if p.requires_grad and p.dtype is torch.float16),
-        "buffers": tuple(sorted(((name, b.nbytes) for name, b in buffers), key=lambda item: -item[1])),
+        "buffers": tuple(
+            sorted(((name, b.nbytes) for name, b in (*buffers, *_attributes(model))), key=lambda item: -item[1])
+        ),
     }
+
+
+def _attributes(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Tensors that modules have as plain attributes, also in a list or dict: masks and tables. What is computed of
+    parameters, or is the memory of one, is left out."""
+    known = [t for t in (*model.parameters(), *model.buffers()) if not is_lazy(t)]
+    seen = {t.untyped_storage()._cdata for t in known}
+    for prefix, module in model.named_modules():
+        for name, value in vars(module).items():
+            if name not in ("_parameters", "_buffers", "_modules"):
+                for place, tensor in _held(value):
+                    if not is_lazy(tensor) and not tensor.requires_grad and tensor.untyped_storage()._cdata not in seen:
+                        seen.add(tensor.untyped_storage()._cdata)
+                        yield f"{prefix}.{name}{place}".lstrip("."), tensor
+
+
+def _held(value: object) -> Iterator[tuple[str, Tensor]]:
+    """A tensor, or the tensors in a list or dict, each with its place."""
+    if isinstance(value, Tensor):
+        yield "", value
+    elif isinstance(value, (list, tuple, dict)):
+        items = value.items() if isinstance(value, dict) else enumerate(value)
+        yield from ((f"[{key!r}]", item) for key, item in items if isinstance(item, Tensor))
 
 
 # ---- sharded ---------------------------------------------------------------------------------------------------------
@@ -173,18 +200,47 @@ def _fails_alone(program: Program, options: dict[str, Any]) -> bool:
 # ---- plain -----------------------------------------------------------------------------------------------------------
 
 
-def _built_twice(program: Program, skipped: list[str]) -> tuple[nn.Module, tuple[str, ...]]:
-    """The plain model, and which of its tensors had other values the time before, after the same seeds."""
+def _built_again(
+    program: Program, world: int, group: ExitStack, skipped: list[str]
+) -> tuple[nn.Module, dict[str, tuple[str, ...]]]:
+    """The plain model; and which of its tensors had other values the time before, after the same seeds, or have on
+    rank 1, by whose number the program seeds. `group`: of rank 0, left meanwhile."""
     start = time.perf_counter()
     model = _build(program)
     taken = time.perf_counter() - start
     if taken > _SECONDS_TO_BUILD:
         skipped.append(f"whether two calls of `model` give equal weights (the first took {taken:.0f} s)")
-        return model, ()
-    before = fingerprints.of_model(model)
+        return model, {}
+    before, seed = fingerprints.of_model(model), torch.initial_seed()
     del model
+    by_rank: tuple[str, ...] = ()
+    if world > 1:
+        group.close()
+        by_rank = _seeded_by_rank(program, world, before, seed)
+        group.enter_context(fake_group(world))
     model = _build(program)
-    return model, tuple(fingerprints.differing(before, fingerprints.of_model(model)))
+    unseeded = tuple(fingerprints.differing(before, fingerprints.of_model(model)))
+    return model, {"unseeded": unseeded, "seeded_by_rank": () if unseeded else by_rank}
+
+
+def _seeded_by_rank(program: Program, world: int, before: dict[str, object], seed: int) -> tuple[str, ...]:
+    """What has other values on rank 1. Nothing if the generator is seeded alike there: ranks may leave weights to
+    rank 0, which sends them when the model is sharded."""
+    variables = ("RANK", "LOCAL_RANK")
+    values = {name: os.environ.get(name) for name in variables}
+    os.environ.update(dict.fromkeys(variables, "1"))
+    try:
+        with fake_group(world, 1):
+            model = _build(program)
+    except ProgramError:
+        return ()  # the model wants the other ranks
+    finally:
+        for name, value in values.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+    return () if torch.initial_seed() == seed else tuple(fingerprints.differing(before, fingerprints.of_model(model)))
 
 
 def _build(program: Program) -> nn.Module:

@@ -283,6 +283,13 @@ _CURES = (
         },
     ),
     (
+        "appears to not have been used in the graph",
+        {
+            "": "torch.autograd.grad for parameters: forward computes with gathered ones, and gradients come to .grad "
+            "of the shards alone; call loss.backward() and read .grad, or take gradients of inputs and outputs"
+        },
+    ),
+    (
         "in-place operations that require placement changes",
         {"": "an optimizer that knows no shards: fullshard.step_on_shards (docs/troubleshooting.md, Muon)"},
     ),

@@ -339,9 +339,9 @@ def _advice(usual: Action, others: Sequence[Action]) -> str:
     if len({action.flags.count("stepped") for action in both}) > 1 and len({action.unit for action in both}) == 1:
         return (
             "some ranks took an optimizer step where others did not: call optimizer.step() on all ranks alike, after "
-            "as many backwards (a rank without a batch takes part with a loss times 0), and decide by figures of all ranks "
-            "(fullshard.grad_stats, fullshard.check_gradients) which step is left out: isnan or a norm of a gradient may be "
-            "of one rank's rows"
+            "as many backwards (a rank without a batch takes part with a loss times 0), and decide by figures of all "
+            "ranks (fullshard.grad_stats, fullshard.check_gradients) which step is left out: isnan or a norm of a "
+            "gradient may be of one rank's rows"
         )
     kinds, units = {action.kind for action in both}, {(action.family, action.unit) for action in both}
     if "form" in kinds:

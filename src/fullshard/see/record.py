@@ -265,7 +265,16 @@ class Run:
             return number
         wanted = "a step" if number is None else f"step {number}"
         found = ", ".join(map(str, sorted((*ended, *failed)))) or "none"
-        raise RecordError(f"{self.path}: expected {wanted} recorded in full on all ranks, found {found}")
+        raise RecordError(
+            f"{self.path}: expected {wanted} recorded in full on all ranks, found {found}{self._lacking()}"
+        )
+
+    def _lacking(self) -> str:
+        """Which ranks have no step in full, where others have some."""
+        without = [rank.header.rank for rank in self.ranks if not (rank.detailed() or rank.detailed(failed=True))]
+        if not 0 < len(without) < len(self.ranks):
+            return ""
+        return f"; none of {ranks_named(without)}: without the files of these the others are shown"
 
     @property
     def remarks(self) -> list[str]:
@@ -427,10 +436,14 @@ def _lines(path: Path, content: bytes) -> tuple[list[dict[str, Any]], int]:
     rest = lines.pop()
     found = []
     for number, text in enumerate(lines, 1):
+        if not text.strip():
+            continue  # as editors and copies leave at the end
         fields = _fields(text)
         if fields is None:
             raise RecordError(f"{path}: expected a line of JSON, found a damaged line {number} of {len(lines)}")
         found.append(fields)
+    if not rest.strip():
+        return found, 0
     last = _fields(rest)  # whole, but for the end of the line
     return (found, len(rest)) if last is None else ([*found, last], 0)
 

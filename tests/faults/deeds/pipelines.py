@@ -1,5 +1,5 @@
-"""Training by torch's pipeline schedules, for cases of reported programs: two stages or chunks on each of two ranks of a
-pipeline, each sharded over two ranks."""
+"""Training by torch's pipeline schedules, for cases of reported programs: two stages on each of two ranks of a
+pipeline, each of them sharded over two ranks."""
 
 from __future__ import annotations
 
@@ -65,7 +65,8 @@ def trains(schedule: str, *, reshard: bool = True, clip: Callable[[Run], None] |
         mine = [PipelineStage(run.model[str(i)], i, STAGES, torch.device("cpu"), group=axis) for i in places]
         runner = getattr(schedules, schedule)(mine, MICROS, loss_fn=F.mse_loss)
         run.optimizer = AdamW(run.model.parameters(), lr=1e-2)
-        for run.step in range(run.setup.steps):
+        for step in range(run.setup.steps):
+            run.step = step
             run.at("step")
             x, target = _part(run.step, shard)
             last = {"target": target, "losses": []} if STAGES - 1 in places else {}

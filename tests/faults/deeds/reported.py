@@ -255,7 +255,8 @@ def own_loop(may_step: Callable[[Run], bool]) -> Callable[[Run], None]:
 
     def program(run: Run) -> None:
         run.build()
-        for run.step in range(run.setup.steps):
+        for step in range(run.setup.steps):
+            run.step = step
             run.at("step")
             run.forward_and_backward()
             if may_step(run):
