@@ -464,7 +464,7 @@ PLANTED: dict[str, dict[str, tuple[Callable[[], Program], str]]] = {
         "a buffer of random features": (lambda: program(_random_features), "equal seeds: features"),
         "a seed by the rank": (lambda: _by_rank(dist.get_rank), "seeds by the rank: 0.weight"),
         "a seed by the launcher's RANK": (
-            lambda: _by_rank(lambda: int(os.environ.get("RANK", 0))), "on another rank, since `model` seeds by the rank",
+            lambda: _by_rank(lambda: int(os.environ.get("RANK", 0))), "on another rank, since `model` seeds",
         ),
         "what was called before": (lambda: program(_calls()), "equal seeds: 0.weight"),
     },

@@ -28,7 +28,24 @@ def _step(model: Any, optimizer: Any, tokens: Tensor) -> None:
     optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("copied", [copy.deepcopy, AveragedModel, lambda model: nn.Sequential(copy.deepcopy(model))])
+class Trainer:
+    def __init__(self, model: Any) -> None:
+        self.state = {"model": model, "step": 0}
+
+
+@pytest.mark.parametrize(
+    "copied",
+    [
+        copy.deepcopy,
+        AveragedModel,
+        lambda model: nn.Sequential(copy.deepcopy(model)),
+        lambda model: copy.deepcopy(model).eval().requires_grad_(False),
+        lambda model: copy.deepcopy(model.layers),
+        lambda model: copy.deepcopy(model.layers[1]),
+        lambda model: copy.deepcopy(Trainer(model)),
+    ],
+    ids=["deepcopy", "an average", "in a module", "a teacher", "a list of units", "a unit", "a trainer"],
+)
 def test_the_refusal_of_a_copy_names_what_works(copied: Any) -> None:
     def run(rank: int) -> None:
         model = shard(seeded(Model))
@@ -79,12 +96,23 @@ def test_values_kept_and_loaded_again_or_into_another() -> None:
 # ---- a loss that nothing of the model is in --------------------------------------------------------------------------
 
 
-def test_a_fresh_zero_loss_is_refused_with_what_all_ranks_can_do() -> None:
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda output: torch.zeros((), requires_grad=True),
+        lambda output: output.detach().square().mean() * torch.ones((), requires_grad=True),
+        lambda output: (2 * nn.Parameter(torch.ones(3))).sum(),
+        lambda output: None,
+    ],
+    ids=["a zero", "a detached output", "another parameter's", "none"],
+)
+def test_a_loss_without_the_output_is_refused_with_what_all_ranks_can_do(loss: Any) -> None:
     def run(rank: int) -> None:
         model = shard(seeded(Model))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        model(part(batch(2, 0), rank))
-        torch.zeros((), requires_grad=True).backward()
+        found = loss(model(part(batch(2, 0), rank)))
+        if found is not None:
+            found.backward()
         with pytest.raises(RuntimeError, match="no backward brought any") as caught:
             optimizer.step()
         said = str(caught.value)
@@ -93,15 +121,26 @@ def test_a_fresh_zero_loss_is_refused_with_what_all_ranks_can_do() -> None:
     run_ranks(2, run)
 
 
+_ZEROS: dict[str, Any] = {
+    "times 0": lambda output: (output * 0).sum(),
+    "a mask of nothing": lambda output: output[torch.zeros(output.shape, dtype=torch.bool)].sum(),
+    "all labels ignored": lambda output: nn.functional.cross_entropy(
+        output.flatten(0, -2), torch.full((output.shape[:-1].numel(),), -100), reduction="sum"
+    ),
+    "an empty batch's mean": lambda output: output[:0].mean().nan_to_num() * 0,
+}
+
+
+@pytest.mark.parametrize("zero", _ZEROS)
 @pytest.mark.parametrize("empty", [0, 1])
-def test_a_zero_loss_of_the_output_trains_as_one_process(empty: int) -> None:
+def test_a_zero_loss_of_the_output_trains_as_one_process(empty: int, zero: str) -> None:
     """The rank `empty` has no loss; both ranks have the step of the other one's half."""
 
     def run(rank: int) -> None:
         model, plain = shard(seeded(Model)), seeded(Model)
         optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (model, plain)]
         output = model(part(batch(2, 0), rank))
-        ((output * 0).sum() if rank == empty else output.square().mean()).backward()
+        (_ZEROS[zero](output) if rank == empty else output.square().mean()).backward()
         (plain(part(batch(2, 0), 1 - empty)).square().mean() / 2).backward()
         for optimizer in optimizers:
             optimizer.step()

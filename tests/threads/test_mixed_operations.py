@@ -21,8 +21,8 @@ from tests.harness.threads import run_ranks
 from tests.threads.test_foreign_steps import Adapted, _backward, _sharded
 
 
-def _noted(run: Callable[[], object]) -> list[str]:
-    with pytest.raises(RuntimeError, match="got mixed") as caught:
+def _noted(run: Callable[[], object], said: str = "got mixed") -> list[str]:
+    with pytest.raises(RuntimeError, match=said) as caught:
         run()
     note_mixed(caught.value)
     return list(getattr(caught.value, "__notes__", ()))
@@ -108,6 +108,54 @@ def test_a_weight_that_is_read_after_the_forward() -> None:
         assert "read were probably head.weight of unit head" in note and "fullshard.unit_open(module)" in note
 
     run_ranks(2, run)
+
+
+@pytest.mark.parametrize(
+    ("take", "use"),
+    [
+        (lambda head: head.weight, nn.functional.linear),
+        (lambda head: head.weight.detach(), nn.functional.linear),
+        (lambda head: head.weight.t(), torch.mm),
+        (lambda head: head.weight, lambda hidden, weight: hidden[:, None] @ weight.t()[None].expand(2, 4, 8)),
+    ],
+    ids=["itself", "detached", "transposed", "in a batch"],
+)
+def test_a_full_weight_that_is_used_after_its_unit_freed_it(take: Any, use: Any) -> None:
+    def run(rank: int) -> None:
+        model: Any = seeded(Head)
+        fully_shard(model.head)
+        fully_shard(model)
+
+        def loss(clones: bool) -> Tensor:
+            hidden = model(torch.ones(2, 4))
+            with fullshard.unit_open(model.head):
+                weight = take(model.head)
+                weight = weight.clone() if clones else weight
+            found: Tensor = use(hidden, weight)
+            return found
+
+        (note,) = _noted(lambda: loss(False), "not allocated|storage of size 0")
+        assert "head.weight of unit head was used after the unit had freed it" in note and "bias" not in note
+        loss(True).sum().backward()
+
+    run_ranks(2, run)
+
+
+def test_memory_that_is_no_weight_s_gets_no_note_and_within_a_forward_a_guess() -> None:
+    def read() -> None:
+        torch.ones(3).set_(torch.zeros(0).untyped_storage(), 0, (3,), (1,)).sum()  # type: ignore[call-overload]
+
+    class Reads(Head):
+        def forward(self, x: Tensor) -> Tensor:
+            read()
+            return super().forward(x)
+
+    def run(rank: int) -> None:
+        assert not _noted(read, "storage of size 0")
+        (note,) = _noted(lambda: fully_shard(Reads())(torch.ones(2, 4)), "storage of size 0")
+        assert "probably a weight was used after" in note
+
+    run_ranks(1, run)
 
 
 def test_other_exceptions_and_other_mixtures_get_none() -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import collections.abc
 from abc import ABC, ABCMeta, abstractmethod
 from collections.abc import Callable
-from typing import Any, Generic, Protocol, TypeVar
+from dataclasses import dataclass
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 import pytest
 import torch
@@ -91,11 +92,45 @@ class WithMetaclass(Scored, Body, metaclass=Registered):
 class WithSlots(Slotted, Body): ...
 
 
+@dataclass(eq=False)
+class WithFields(Scored, Body):
+    """Its fields are its arguments."""
+
+    width: int = 5
+
+    def __post_init__(self) -> None:
+        Body.__init__(self)
+
+    def score(self) -> str:
+        return f"fields of {super().score()}"  # type: ignore[safe-super]
+
+
+class Listed:
+    """A registry of its subclasses, as many projects have."""
+
+    names: ClassVar[list[str]] = []
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        Listed.names.append(cls.__name__)
+
+
+class WithRegistry(Listed, WithABC): ...
+
+
+class WithSize(collections.abc.Sized, Body):
+    """False, as an empty list is."""
+
+    def __len__(self) -> int:
+        return 0
+
+
 class MixinLast(Body, Scored): ...
 
 
 KINDS: list[type[Body]] = [
     *(WithABC, WithGeneric, WithProtocol, WithCollection, WithMetaclass),  # torch's fully_shard refuses these
+    *(WithFields, WithRegistry, WithSize),
     *(WithSlots, MixinLast, Body),
 ]
 

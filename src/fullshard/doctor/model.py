@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 
 import fullshard
 from fullshard._torch import fake_group, non_persistent_buffers
+from fullshard._torch.dtensor import storage_key
 from fullshard.program import Program, ProgramError
 
 from . import fingerprints
@@ -104,15 +105,14 @@ def _tensors(model: nn.Module) -> dict[str, Any]:
 def _attributes(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Tensors that modules have as plain attributes, also in a list or dict: masks and tables. What is computed of
     parameters, or is the memory of one, is left out."""
-    known = [t for t in (*model.parameters(), *model.buffers()) if not is_lazy(t)]
-    seen = {t.untyped_storage()._cdata for t in known}
+    seen = {storage_key(t.untyped_storage()) for t in (*model.parameters(), *model.buffers()) if not is_lazy(t)}
     for prefix, module in model.named_modules():
         for name, value in vars(module).items():
-            if name not in ("_parameters", "_buffers", "_modules"):
-                for place, tensor in _held(value):
-                    if not is_lazy(tensor) and not tensor.requires_grad and tensor.untyped_storage()._cdata not in seen:
-                        seen.add(tensor.untyped_storage()._cdata)
-                        yield f"{prefix}.{name}{place}".lstrip("."), tensor
+            for place, tensor in _held(value) if name not in ("_parameters", "_buffers", "_modules") else ():
+                key = storage_key(tensor.untyped_storage())
+                if not tensor.requires_grad and key not in seen:
+                    seen.add(key)
+                    yield f"{prefix}.{name}{place}".lstrip("."), tensor
 
 
 def _held(value: object) -> Iterator[tuple[str, Tensor]]:

@@ -1,4 +1,5 @@
-"""A note for the exception of torch where a sharded parameter meets a plain tensor: which one it was, and what works.
+"""A note for the exceptions of torch where a sharded parameter meets a plain tensor, or a full weight is used after its
+unit freed it: which one it was, and what works.
 
 It is added where the exception passes a forward or a `guard`, and to one that nobody catches before Python prints it.
 """
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from .._torch.dtensor import MIXED
+from .._torch.dtensor import MIXED, storage_key
 from ..param import Owner
 from ..schedule import Full
 from .names import dotted_name, first_few
@@ -23,21 +24,23 @@ from .names_elsewhere import all_modules, names_elsewhere, parameter_of
 from .unit import Unit, unit_of
 
 _OURS = "fullshard: "
+# What torch says of a tensor whose memory is gone.
+_FREED = ("out of bounds for storage of size 0", "but its data is not allocated yet")
 # Functions of torch that clip, and those that others call them by.
 _CLIPS = ("clip_grad_norm_", "clip_grad_norm", "get_total_norm", "clip_grad_value_", "clip_grads_with_norm_")
 
 
 def note_shards_read(error: BaseException | None, units: Sequence[Unit]) -> None:
-    """Add the note to `error`, which passes a forward, if it is that exception. Once."""
-    if error is None or not _is_mixed(error):
+    """Add the note to `error`, which passes a forward, if it is one of these exceptions. Once."""
+    if error is None or _is_noted_as_freed(error, in_forward=True) or not _is(error, MIXED):
         return
     read = list(dict.fromkeys(_read(_frames(error), units)))
     error.add_note(_of_read(f"read were probably {first_few(read)}" if read else "units free their weights afterwards"))
 
 
 def note_mixed(error: BaseException) -> None:
-    """Add the note to `error`, which passed no forward, if it is that exception and its frames show what met. Once."""
-    if not _is_mixed(error):
+    """Add the note to `error`, which passed no forward, if it is one of these and its frames show what met. Once."""
+    if _is_noted_as_freed(error, in_forward=False) or not _is(error, MIXED):
         return
     frames = _frames(error)
     together = next(filter(None, map(_together, reversed(frames))), None)
@@ -48,16 +51,50 @@ def note_mixed(error: BaseException) -> None:
             f"not. {_cure(frames)}"
         )
         return
-    units = dict.fromkeys(unit for module in all_modules() if (unit := unit_of(module)) is not None)
-    read = list(dict.fromkeys(_read(frames, list(units))))
+    read = list(dict.fromkeys(_read(frames, _all_units())))
     if read:
         error.add_note(_of_read(f"read were probably {first_few(read)}"))
 
 
-def _is_mixed(error: BaseException) -> bool:
-    """Whether it is that exception, without a note of fullshard."""
+def _all_units() -> list[Unit]:
+    return list(dict.fromkeys(unit for module in all_modules() if (unit := unit_of(module)) is not None))
+
+
+def _is(error: BaseException, text: str) -> bool:
+    """Whether it is torch's exception with this text, without a note of fullshard."""
     noted = any(note.startswith(_OURS) for note in getattr(error, "__notes__", ()))
-    return isinstance(error, RuntimeError) and MIXED in str(error) and not noted
+    return isinstance(error, RuntimeError) and text in str(error) and not noted
+
+
+def _is_noted_as_freed(error: BaseException, *, in_forward: bool) -> bool:
+    """Whether memory was gone that is a weight's; then the note is there now. `in_forward`: the exception passes one,
+    so that it is probably a weight's if none is found."""
+    if not any(_is(error, text) for text in _FREED):
+        return False
+    held = {(storage_key(tensor.untyped_storage()), tensor.numel()) for tensor in _plain_tensors(_frames(error))}
+    freed = [
+        f"{dotted_name(unit, param.name)} of unit {unit.record.name}"
+        for unit in _all_units()
+        if unit.record.full is not Full.FULL
+        for param in unit.params
+        if (storage_key(param.full.untyped_storage()), param.full.numel()) in held
+    ]
+    if not freed and not in_forward:
+        return False
+    error.add_note(
+        f"{_OURS}{first_few(freed) if freed else 'probably a weight'} was used after the unit had freed it. Use it in "
+        f"the forward of its module or in a block of fullshard.unit_open(module), or clone it there"
+    )
+    return True
+
+
+def _plain_tensors(frames: Sequence[FrameType]) -> Iterator[Tensor]:
+    """Tensors that a frame holds, or that are attributes of a module that it holds."""
+    for frame in frames:
+        for value in frame.f_locals.values():
+            for one in (value, *(vars(value).values() if isinstance(value, nn.Module) else ())):
+                if isinstance(one, Tensor) and not isinstance(one, DTensor):
+                    yield one
 
 
 def _of_read(said: str) -> str:
