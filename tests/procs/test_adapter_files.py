@@ -13,10 +13,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
+import fullshard
 from fullshard import checkpoint, fully_shard
 from fullshard.checkpoint import CheckpointError
 from fullshard.checkpoint.formats import export_full
+from fullshard.cli import main as command
 from tests.harness.behaviours import behaviour
 from tests.harness.families import family
 from tests.harness.models import seeded
@@ -94,6 +97,25 @@ def _shard(model: Any) -> Any:
     return fully_shard(model)
 
 
+def from_checkpoint(stored: Path, target: Path, expected: Path, *words: str) -> list[str]:
+    """What differs between the files that the command line writes of a checkpoint, and those of `export_full`."""
+    assert command(["checkpoint", "export", str(stored), str(target), "--to", "hf", "--json", *words]) == 0
+    ours, theirs = ({str(p.relative_to(one)): p for p in one.rglob("*") if p.is_file()} for one in (target, expected))
+    said = [f"{name} on one side" for name in sorted(ours.keys() ^ theirs.keys())]
+    for name in sorted(ours.keys() & theirs.keys()):
+        same = _comparable(ours[name]) == _comparable(theirs[name])
+        said += [] if same else [f"{name}: other bytes"]
+    return said
+
+
+def _comparable(file: Path) -> Any:
+    """The bytes of a file, of JSON its values: PEFT writes sets as lists, in any order."""
+    if file.suffix != ".json":
+        return file.read_bytes()
+    found = json.loads(file.read_text())
+    return {key: sorted(value, key=str) if isinstance(value, list) else value for key, value in found.items()}
+
+
 def _export(rank: int, kind: str, folder: str) -> dict[str, Any]:
     offline()
     from peft import PeftModel
@@ -112,6 +134,7 @@ def _export(rank: int, kind: str, folder: str) -> dict[str, Any]:
     export_full(state, path / "alone", "hf")
     if has_base:
         export_full(state, path / "merged", "hf", merge_adapters=True)
+    checkpoint.save({"model": state, "step": 3}, checkpoint_id=path / "ours")
     # The live model is as it was.
     again = {name: p.full_tensor() for name, p in model.named_parameters()}
     found: dict[str, Any] = {"same": all(torch.equal(again[name], p) for name, p in whole.named_parameters())}
@@ -122,13 +145,18 @@ def _export(rank: int, kind: str, folder: str) -> dict[str, Any]:
             sorted(str(file.relative_to(one)) for file in one.rglob("*") if file.is_file()) for one in (ours, theirs)
         ]
         found["files"] = [] if names[0] == names[1] else names
+        found["stored"] = from_checkpoint(path / "ours", path / "stored", path / "alone")
+        if has_base:
+            found["stored merged"] = from_checkpoint(
+                path / "ours", path / "stored merged", path / "merged", "--merge-adapters"
+            )
         for file in sorted(theirs.rglob("*.safetensors")):
             one, other = tensors_in((ours / file.relative_to(theirs)).parent), tensors_in(file.parent)
             same = one.keys() == other.keys() and all(torch.equal(one[name][1], other[name][1]) for name in other)
             found[file.parent.name] = [] if same else sorted(one.keys() ^ other.keys()) or ["other values"]
         for file in sorted(theirs.rglob("adapter_config.json")):
-            configs = [json.loads((one / file.relative_to(theirs)).read_text()) for one in (ours, theirs)]
-            found["config"] = {key: configs[0][key] for key in configs[0] if configs[0][key] != configs[1].get(key)}
+            one, other = (_comparable(folder / file.relative_to(theirs)) for folder in (ours, theirs))
+            found["config"] = {key: one[key] for key in one if one[key] != other.get(key)}
         tokens = torch.arange(3, 12)[None]
         with torch.no_grad():
             expected = whole.eval()(input_ids=tokens).logits
@@ -190,16 +218,30 @@ def _refused(rank: int, folder: str) -> list[str]:
         refused(model, "twice")
         said += [str(one.message) for one in caught if "exporting adapters" in str(one.message)]
         refused(model, "twice")
-    assert not [file for name in ("plain", "prompt", "quantised") for file in (path / name).rglob("*.json")]
+    wrapped = _lora(llama(tied=False))
+    layers = wrapped.get_base_model().model.layers
+    for number, layer in enumerate(layers):
+        layers[number] = checkpoint_wrapper(layer)
+    wrapped = _shard(wrapped)
+    with fullshard.full_params(wrapped):
+        try:
+            wrapped.save_pretrained(path / "wrapped")  # which would write an empty file
+            said.append("nothing")
+        except RuntimeError as error:
+            said.append(str(error))
+    refused(wrapped, "seen through")
+    assert not [file for name in ("plain", "prompt", "quantised", "wrapped") for file in (path / name).rglob("*.json")]
+    assert rank != 0 or len(tensors_in(path / "seen through")) == 8
     return said
 
 
 def test_what_cannot_be_exported_says_what_to_do(tmp_path: Path) -> None:
     first, second = pool(2).run(_refused, str(tmp_path), timeout=TIMEOUT)
-    plain, prompt, quantised, nothing, warning, twice = first
+    plain, prompt, quantised, nothing, warning, twice, wrapped, seen = first
+    assert "q_proj in a wrapper" in wrapped and "export_full" in wrapped and seen == "nothing"
     assert "merge_adapters=True, found" in plain and "get_state_dict" in plain
     assert "PROMPT_TUNING" in prompt and "full_params(model" in prompt
     assert "q_proj.base_layer.weight: uint8" in quantised and "merge_and_unload()" in quantised
     assert nothing == "nothing" and "norm.weight" in warning and "modules_to_save" in warning
     assert "adapter_model.safetensors exists" in twice and "remove it first" in twice
-    assert second == [plain, prompt, quantised, nothing, twice]
+    assert second == [plain, prompt, quantised, nothing, twice, wrapped, seen]

@@ -197,8 +197,8 @@ def checked_save(original: type[nn.Module]) -> dict[str, Callable[..., Any]]:
 
     It calls the module's own method, with `original_classes`, if the tensors are plain: with a full `state_dict`, or
     inside `full_params`. Inside `full_params`, on a rank with sharded parameters and `is_main_process=False`, it does
-    nothing. With a `config.distributed_config` transformers gathers itself. Otherwise it raises `RuntimeError` on each
-    calling rank, before anything is written.
+    nothing. With a `config.distributed_config` transformers gathers itself. Otherwise, and where PEFT would find no
+    adapters, it raises `RuntimeError` on each calling rank, before anything is written.
     """
     save = getattr(original, _NAME, None)
     if not callable(save):
@@ -225,10 +225,25 @@ def checked_save(original: type[nn.Module]) -> dict[str, Callable[..., Any]]:
                 f"rank, or pass state_dict=get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, "
                 f"cpu_offload=True)) of torch.distributed.checkpoint.state_dict, taken on every rank"
             )
+        if (wrapped := _wrapped_adapters(self)) is not None:
+            raise RuntimeError(
+                f"{_NAME}: expected adapters that PEFT finds, found {wrapped} in a wrapper (activation checkpointing, "
+                f"torch.compile), of whose adapters it would write none; call on every rank "
+                f'fullshard.checkpoint.formats.export_full(fullshard.checkpoint.get_state_dict(model)[0], folder, "hf")'
+            )
         with original_classes(self):
             return save(self, *args, **kwargs)
 
     return {_NAME: save_pretrained}
+
+
+def _wrapped_adapters(model: nn.Module) -> str | None:
+    """A module with adapters of PEFT in a wrapper, whose part of the name PEFT does not take off; or None."""
+    if not hasattr(model, "peft_config"):
+        return None
+    wrappers = {"_checkpoint_wrapped_module", "_orig_mod"}
+    names = (name for name, module in model.named_modules() if hasattr(module, "base_layer"))
+    return next((name for name in names if wrappers.intersection(name.split("."))), None)
 
 
 def _sharded(tensors: Iterable[tuple[str, Any]]) -> str | None:

@@ -25,6 +25,7 @@ from .plan import KeyPath, key_of
 ROOM = "__pretrained__"
 TIED = "tied"
 CONFIG = "config.json"
+GENERATION = "generation_config.json"
 _KINDS = ("*.json", "*.txt", "*.model", "*.jinja", "*.py", "*.tiktoken")
 # A tokenizer has tens of megabytes at most.
 _MAX_NBYTES = 200_000_000
@@ -72,11 +73,22 @@ def unwrapped(model: Any) -> Any:
     return model
 
 
+def adapted(model: nn.Module | None) -> Any:
+    """`model` without wrappers, if PEFT put adapters into it, or transformers with its `add_adapter`; else None."""
+    inner = None if model is None else unwrapped(model)
+    is_peft = callable(getattr(inner, "get_base_model", None)) and hasattr(inner, "peft_config")
+    return inner if is_peft or getattr(inner, "_hf_peft_config_loaded", False) else None
+
+
+def base_of(model: Any) -> Any:
+    """The model into which PEFT put its adapters: inside of a `PeftModel`, or `model` itself."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
 def _save_config(model: Any, folder: str) -> None:
-    model = unwrapped(model)
+    model = base_of(unwrapped(model))
     config: Any = getattr(model, "config", None)
-    # Under PEFT the weights are not those of a plain model.
-    if not callable(getattr(config, "save_pretrained", None)) or hasattr(model, "peft_config"):
+    if not callable(getattr(config, "save_pretrained", None)):
         return
     config = copy.deepcopy(config)
     config.architectures = [original_class(model).__name__]

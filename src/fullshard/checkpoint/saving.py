@@ -24,6 +24,7 @@ from ..comm import Messenger
 from ..guard import had_losses, loss_over, shown_ranks
 from ..layout import itemsize
 from . import files
+from .adapters import described
 from .agreement import Message, agree
 from .companions import ROOM, TIED, files_of, tied_names
 from .directory import Saving
@@ -87,7 +88,7 @@ def snapshot(tree: Tree, copy: Callable[[Tensor], Tensor] | None = None, *, comp
             if loss is not None:
                 problems.append(f"a model that was lost on a device: on {shown_ranks(loss.ranks)} {loss.text}; load it")
     for path, owner in tree.owners if companions else ():
-        stored = files_of(owner)
+        stored = files_of(owner) | described(owner)
         for name, data in stored.items():
             parts.append(((ROOM, *path, name), stored_part(data)))
         if stored and isinstance(owner, torch.nn.Module):

@@ -90,6 +90,8 @@ examples:
   fullshard checkpoint convert Llama-3.2-1B ours --names-from hf --names-to fullshard
   fullshard checkpoint export runs/x/step-100 there --to hf  a folder that from_pretrained loads
   fullshard checkpoint export ours there --to hf --only 'model.*' --strip model. --names-from fullshard --names-to hf
+  fullshard checkpoint export runs/lora/step-100 adapters --to hf            of a model under PEFT: for PeftModel
+  fullshard checkpoint export runs/lora/step-100 merged --to hf --merge-adapters     the same, for from_pretrained
   fullshard checkpoint export ours there --to dcp            a folder that torch.distributed.checkpoint loads
 
 exit codes: 0 success; 1 damaged or failed; 2 cannot run as requested (nothing there, names do not fit, the target
@@ -134,6 +136,17 @@ def _add_checkpoint(commands: Any) -> None:
         type=Path,
         metavar="FOLDER",
         help="for hf: take config, generation config and tokenizer from FOLDER instead of the checkpoint",
+    )
+    export.add_argument(
+        "--merge-adapters",
+        action="store_true",
+        help="for hf, of a model under PEFT: the base with its active adapters merged (default: the adapters alone)",
+    )
+    export.add_argument(
+        "--adapter-config",
+        type=Path,
+        metavar="PATH",
+        help="for hf: PEFT's adapter_config.json, or the folder of its save_pretrained, instead of the checkpoint's",
     )
     for action in (inspect, verify, into, export):
         action.add_argument("--json", action="store_true", help="one JSON object on stdout, and no progress bar")

@@ -9,12 +9,15 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from fullshard.checkpoint import formats
+from fullshard.checkpoint.adapters import FILE as ADAPTERS
+from fullshard.checkpoint.adapters import given
 from fullshard.checkpoint.companions import CONFIG, files_in
 from fullshard.checkpoint.errors import CheckpointDamaged, CheckpointError, CheckpointMismatch, CheckpointNotFound
 from fullshard.checkpoint.files import shown_progress
@@ -129,14 +132,21 @@ def _convert(arguments: argparse.Namespace) -> None:
         source = formats.Chosen(opened, **choice, renaming=_renaming(arguments, found))
         if not arguments.json:
             print(printable(f"found {found.says}"), file=sys.stderr, flush=True)
-        facts = _facts(found, source, written=target_format == "hf")
         size = getattr(arguments, "max_file_size", 1)
-        companions = _companions(arguments, source, target_format)
-        with _progress(facts["nbytes"], quiet=arguments.json) as progress:
-            files = formats.convert(
-                source, arguments.target, target_format, max_file_nbytes=size, progress=progress, companions=companions
+        merge = getattr(arguments, "merge_adapters", False)
+        with warnings.catch_warnings(record=True) as notes:
+            warnings.simplefilter("ignore")  # of packages, for those who change them
+            warnings.simplefilter("always", UserWarning)
+            ready = formats.prepared(
+                source, target_format, _companions(arguments, source, target_format), merge_adapters=merge
             )
-    missing = _missing(companions) if target_format == "hf" else []
+            facts = _facts(found, ready.source, written=target_format == "hf")
+            with _progress(facts["nbytes"], quiet=arguments.json) as progress:
+                files = formats.write(ready, arguments.target, target_format, max_file_nbytes=size, progress=progress)
+    adapters = isinstance(ready.source, formats.AdapterSource)
+    missing = _missing(ready.companions) if target_format == "hf" and not adapters else []
+    for note in dict.fromkeys(str(one.message) for one in notes):
+        print(printable(f"fullshard: {note}"), file=sys.stderr, flush=True)
     if arguments.json:
         to = {"format": target_format, "path": str(arguments.target)}
         said = {"ok": True, "from": facts, "to": to, "left_out": source.left_out, "files": [*map(str, files)]}
@@ -144,7 +154,8 @@ def _convert(arguments: argparse.Namespace) -> None:
         print(json.dumps(said))
         return
     left_out = f", {source.left_out} entries left out" if source.left_out else ""
-    print(printable(f"{arguments.target}: {_summary(facts)}{left_out}, as {target_format}, {len(files)} file(s)"))
+    what = "adapters" if adapters else target_format
+    print(printable(f"{arguments.target}: {_summary(facts)}{left_out}, as {what}, {len(files)} file(s)"))
     for text in missing:
         print(printable(f"missing: {text}"))
 
@@ -159,15 +170,19 @@ def _choice(arguments: argparse.Namespace, source: formats.Source, target_format
 
 
 def _companions(arguments: argparse.Namespace, source: formats.Source, target_format: str) -> dict[str, bytes]:
-    folder = getattr(arguments, "config", None)
-    if folder is None:
-        return source.companions() if target_format in ("hf", "fullshard") else {}
-    if target_format != "hf":
-        raise ValueError(f"--config: expected --to hf, found --to {target_format}, which has no place for it")
-    found = files_in(folder)
-    if CONFIG not in found:
-        raise CheckpointNotFound(f"--config {folder}: expected a folder with {CONFIG}, found none there")
-    return source.companions() | found
+    for option in ("config", "adapter_config", "merge_adapters"):
+        if target_format != "hf" and getattr(arguments, option, None):
+            name = f"--{option.replace('_', '-')}"
+            raise ValueError(f"{name}: expected --to hf, found --to {target_format}, which has no place for it")
+    found = source.companions() if target_format in ("hf", "fullshard") else {}
+    if folder := getattr(arguments, "config", None):
+        files = files_in(folder)
+        if CONFIG not in files:
+            raise CheckpointNotFound(f"--config {folder}: expected a folder with {CONFIG}, found none there")
+        found |= files
+    if path := getattr(arguments, "adapter_config", None):
+        found[ADAPTERS] = given(path).to_bytes()
+    return found
 
 
 def _missing(companions: dict[str, bytes]) -> list[str]:

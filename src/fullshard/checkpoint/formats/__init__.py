@@ -10,12 +10,15 @@
 | `names` | parameter names of other programs; parts of a source under other names |
 | `convert` | which format a path holds; any of them to any other, tensor by tensor |
 | `readings` | which stored tensors make which tensor of a model |
+| `adapters`, `adapter_checkpoints` | models under PEFT: adapters alone or merged; the same from a checkpoint |
+| `writings` | which tensors of a model make which of its files |
 | `pretrained` | a model on the meta device filled from a folder of safetensors |
 | `sharded` | from any of them into a sharded model, and from that to full files |
 """
 
 from __future__ import annotations
 
+from .adapter_checkpoints import AdapterSource
 from .convert import (
     FORMATS,
     Format,
@@ -26,6 +29,8 @@ from .convert import (
     detect,
     open_found,
     open_source,
+    prepared,
+    write,
 )
 from .dcp import DcpSource
 from .hf import HfSource
@@ -54,6 +59,7 @@ __all__ = [
     "REFUSALS",
     "STYLES",
     "UNWRAPPED",
+    "AdapterSource",
     "Chosen",
     "DcpSource",
     "FlatParameterCheckpoint",
@@ -81,7 +87,9 @@ __all__ = [
     "open_found",
     "open_source",
     "optimizer_names",
+    "prepared",
     "read_config",
     "save_full",
     "strip_wrappers",
+    "write",
 ]

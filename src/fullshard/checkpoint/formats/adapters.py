@@ -19,20 +19,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ...api import original_class, original_classes
-from ..companions import files_of, tied_names, unwrapped
+from ...api import original_class
+from ..companions import base_of, files_of, tied_names, unwrapped, write_files
 from ..errors import CheckpointMismatch
 from ..plan import Box, whole
 from ..state import dtype_name, dtype_of, named_tensors, plain_name
 from .source import Source, TensorInfo, place
-
-
-def adapted(model: nn.Module | None) -> Any:
-    """`model` without wrappers, if PEFT put adapters into it, or transformers with its `add_adapter`; else None."""
-    inner = None if model is None else unwrapped(model)
-    is_peft = callable(getattr(inner, "get_base_model", None)) and hasattr(inner, "peft_config")
-    return inner if is_peft or getattr(inner, "_hf_peft_config_loaded", False) else None
-
 
 # ---- adapters alone --------------------------------------------------------------------------------------------
 
@@ -43,27 +35,20 @@ def adapter_keys(model: Any, infos: Mapping[str, TensorInfo]) -> list[str]:
     from peft import get_peft_model_state_dict
 
     names = list(model.peft_config) if hasattr(model, "get_base_model") else model.active_adapters()
-    for name in names:
-        if model.peft_config[name].is_prompt_learning:
-            raise CheckpointMismatch(
-                "exporting adapters: expected adapters in layers, found",
-                [f"{name}: {model.peft_config[name].peft_type}, whose file PEFT computes"],
-                "enter fullshard.full_params(model, rank0_only=True, offload_to_cpu=True) on every rank and call "
-                "model.save_pretrained(folder) in it on the first",
-            )
+    refuse_prompts({name: {"peft_type": model.peft_config[name].peft_type} for name in names})
     stand_ins = {key: _on_meta(info) for key, info in infos.items()}
     key_of = {id(stand_in): key for key, stand_in in stand_ins.items()}
     chosen: dict[str, None] = {}
-    with original_classes(model):
-        for name in names:
-            for stored, tensor in get_peft_model_state_dict(model, state_dict=stand_ins, adapter_name=name).items():
-                if id(tensor) not in key_of:
-                    raise CheckpointMismatch(
-                        "exporting adapters: expected tensors that PEFT stores as they are, found",
-                        [f"{stored}: computed of others"],
-                        "enter fullshard.full_params(model, rank0_only=True) and call model.save_pretrained in it",
-                    )
-                chosen[key_of[id(tensor)]] = None
+    plain = _plain(model, _on_meta)
+    for name in names:
+        for stored, tensor in get_peft_model_state_dict(plain, state_dict=stand_ins, adapter_name=name).items():
+            if id(tensor) not in key_of:
+                raise CheckpointMismatch(
+                    "exporting adapters: expected tensors that PEFT stores as they are, found",
+                    [f"{stored}: computed of others"],
+                    "enter fullshard.full_params(model, rank0_only=True) and call model.save_pretrained in it",
+                )
+            chosen[key_of[id(tensor)]] = None
     left = [plain_name(name) for name, parameter in model.named_parameters() if parameter.requires_grad]
     left = [name for name in left if name in infos and name not in chosen]
     if left:
@@ -76,16 +61,37 @@ def adapter_keys(model: Any, infos: Mapping[str, TensorInfo]) -> list[str]:
     return list(chosen)
 
 
-def write_adapters(folder: Path, model: Any, tensors: dict[str, Tensor]) -> None:
-    """Let PEFT write `tensors`, full ones by their keys in the state dict of `model`, with its configuration.
+def refuse_prompts(configs: Mapping[str, Mapping[str, Any]]) -> None:
+    """Raise `CheckpointMismatch` if one of `configs`, by the name of the adapter, puts none into layers."""
+    from peft import PeftType, PromptLearningConfig
+    from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
 
-    Everything is written elsewhere and moved at the end, the configuration last. Raises `FileExistsError` if there are
-    adapters already.
+    kinds = {name: PeftType(config["peft_type"]) for name, config in configs.items()}
+    prompts = [
+        name for name, kind in kinds.items() if issubclass(PEFT_TYPE_TO_CONFIG_MAPPING[kind], PromptLearningConfig)
+    ]
+    if prompts:
+        raise CheckpointMismatch(
+            "exporting adapters: expected adapters in layers, found",
+            [f"{name}: {kinds[name].value}, whose file PEFT computes" for name in prompts],
+            "with the model in memory, enter fullshard.full_params(model, rank0_only=True, offload_to_cpu=True) on "
+            "every rank and call model.save_pretrained(folder) in it on the first",
+        )
+
+
+def write_adapters(
+    folder: Path, model: Any, tensors: dict[str, Tensor], companions: Mapping[str, bytes] | None = None
+) -> list[Path]:
+    """Let PEFT write `tensors`, full ones by their keys in the state dict of `model`, with its configuration, and
+    `companions` beside them.
+
+    Everything is written elsewhere and moved at the end, the configuration last. Returns the files. Raises
+    `FileExistsError` if there are adapters already.
     """
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as made:
-        with original_classes(model):
-            model.save_pretrained(made, state_dict=tensors)
+        plain: Any = _plain(model, _on_meta)
+        plain.save_pretrained(made, state_dict=tensors)
         files = [path for path in sorted(Path(made).rglob("*")) if path.is_file()]
         files.sort(key=lambda path: path.suffix == ".json")
         targets = [folder / path.relative_to(made) for path in files]
@@ -96,6 +102,7 @@ def write_adapters(folder: Path, model: Any, tensors: dict[str, Tensor]) -> None
             target.parent.mkdir(exist_ok=True)
             shutil.copyfile(path, target.with_name(f".{target.name}.new"))
             os.replace(target.with_name(f".{target.name}.new"), target)
+    return targets + write_files(folder, companions or {}, None)
 
 
 # ---- merged ----------------------------------------------------------------------------------------------------
@@ -119,8 +126,8 @@ class Merged(Source):
     def __init__(self, inner: Source, peft_model: Any) -> None:
         self.inner, self.kind, self.path = inner, inner.kind, inner.path
         self.values = inner.values
-        _refuse_quantised(peft_model)
-        base = peft_model.get_base_model() if hasattr(peft_model, "get_base_model") else peft_model
+        refuse_quantised((plain_name(name), dtype_name(p.dtype)) for name, p in peft_model.named_parameters())
+        base = base_of(peft_model)
         prefix = "" if base is peft_model else "base_model.model."
         layers = {layer.outside: layer for layer in _layers(base, prefix)}
         self.model: Any = _plain(base, _on_meta)
@@ -169,8 +176,23 @@ class Merged(Source):
         held = named_tensors(layer.module)
         full = {id(held[name]): self.inner.read(layer.inside + name).clone() for name in held}
         # Buffers that no state dict has are on every rank.
-        module = _merged(_plain(layer.module, lambda tensor: full.get(id(tensor), tensor)))
-        return {layer.outside + name: tensor.detach() for name, tensor in named_tensors(module).items()}
+        module = _plain(layer.module, lambda tensor: full.get(id(tensor), tensor))
+        # Where the model was built again, nothing has computed these.
+        absent = [name for name, buffer in module.named_buffers() if buffer.is_meta]
+        try:
+            named = named_tensors(_merged(module))
+            failed: Exception | None = None
+        except Exception as error:
+            if not absent:
+                raise
+            named, failed = {}, error
+        if failed is not None or any(tensor.is_meta for tensor in named.values()):
+            raise CheckpointMismatch(
+                "merging adapters: expected the values of a layer in the checkpoint, found",
+                [f"{layer.outside}{name}: a buffer that state dicts leave out" for name in absent],
+                "merge from memory: export_full(state, folder, merge_adapters=True); or export the adapters alone",
+            ) from failed
+        return {layer.outside + name: tensor.detach() for name, tensor in named.items()}
 
     def value(self, key: str) -> Any:
         return self.inner.value(key)
@@ -203,8 +225,11 @@ def _merged(layer: Any) -> nn.Module:
 
 
 def _plain(module: nn.Module, take: Callable[[Tensor], Tensor]) -> nn.Module:
-    """A copy of `module` and of all below it without hooks, each of its original class, with the tensors that `take`
-    gives for parameters and buffers. Modules and parameters that are at several places are so in the copy."""
+    """A copy of `module` and of all below it without hooks and wrappers, each of its original class, with the tensors
+    that `take` gives for parameters and buffers. Modules and parameters that are at several places are so in the copy.
+
+    Of modules in wrappers (activation checkpointing, torch.compile) PEFT itself finds no adapters, and says nothing.
+    """
     modules: dict[nn.Module, nn.Module] = {}
     tensors: dict[int, Tensor | None] = {id(None): None}
 
@@ -217,6 +242,7 @@ def _plain(module: nn.Module, take: Callable[[Tensor], Tensor]) -> nn.Module:
         return tensors[id(tensor)]
 
     def copied(original: nn.Module) -> nn.Module:
+        original = unwrapped(original)
         if original not in modules:
             kind = original_class(original)
             made = modules[original] = object.__new__(kind)
@@ -242,12 +268,9 @@ def _set_submodule(model: nn.Module, path: str, module: nn.Module) -> None:
     setattr(model, last, module)
 
 
-def _refuse_quantised(model: nn.Module) -> None:
-    odd = [
-        f"{plain_name(name)}: {dtype_name(p.dtype)}"
-        for name, p in model.named_parameters()
-        if not p.dtype.is_floating_point
-    ]
+def refuse_quantised(dtypes: Iterable[tuple[str, str]]) -> None:
+    """Raise `CheckpointMismatch` if one of `dtypes`, by the name of a tensor of a model, is not floating-point."""
+    odd = [f"{name}: {dtype}" for name, dtype in dtypes if not dtype_of(dtype).is_floating_point]
     if odd:
         raise CheckpointMismatch(
             "exporting with merge_adapters=True: expected a base of floating-point weights, found",

@@ -11,20 +11,22 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from ..companions import ROOM, TIED
+from ..adapters import FILE as ADAPTERS
+from ..companions import CONFIG, GENERATION, ROOM, TIED
 from ..errors import CheckpointError, CheckpointMismatch, CheckpointNotFound
 from ..manifest import encode
 from ..plan import KeyPath, TensorSpec, key_of
 from ..saving import CheckpointWriter, stored_part
 from ..state import flatten, nested
+from .adapter_checkpoints import AdapterSource, as_files
+from .adapters import write_adapters
 from .dcp import DcpSource, write_dcp
 from .hf import DEFAULT_MAX_NBYTES, INDEX, SINGLE, HfSource, write_folder
 from .names import HINT, is_numbered_state
 from .source import OursSource, Source
 from .torch_file import TorchSource, write_torch
-from .writings import model_of, published
 
 Format = Literal["fullshard", "dcp", "hf", "torch"]
 FORMATS: tuple[Format, ...] = get_args(Format)
@@ -165,6 +167,8 @@ def convert(
     max_file_nbytes: int = DEFAULT_MAX_NBYTES,
     progress: Progress | None = None,
     companions: Mapping[str, bytes] | None = None,
+    merge_adapters: bool = False,
+    model: nn.Module | None = None,
 ) -> list[Path]:
     """Write all of `source` to `target`; returns the files written.
 
@@ -176,15 +180,59 @@ def convert(
     | `torch` | a file that `torch.load(weights_only=True)` reads, which must be new | the largest tensor |
 
     `companions`: files for "hf" and "fullshard", by name; None: those of the source (config, tokenizer). Of a model of
-    transformers that its `config.json` describes, "hf" writes the names and shapes of `save_pretrained`.
+    transformers that its `config.json` describes, "hf" writes the names and shapes of `save_pretrained`. Of a model
+    under PEFT it writes the adapters alone, all of them in memory at once, for `PeftModel.from_pretrained`; or with
+    `merge_adapters=True` the base with the active adapters merged. `model`: the model whose state `source` is, on the
+    meta device, where its class is not of transformers or the checkpoint does not describe it.
     Raises `CheckpointMismatch` with everything that the format cannot hold, before anything is written, and
     `FileExistsError`.
     """
-    target = Path(target)
+    ready = prepared(source, format, companions, merge_adapters=merge_adapters, model=model)
+    return write(ready, target, format, max_file_nbytes=max_file_nbytes, progress=progress)
+
+
+class Prepared(NamedTuple):
+    """What `write` writes: tensors and values, and the files beside them."""
+
+    source: Source
+    companions: dict[str, bytes]
+
+
+def prepared(
+    source: Source,
+    format: Format,
+    companions: Mapping[str, bytes] | None = None,
+    *,
+    merge_adapters: bool = False,
+    model: nn.Module | None = None,
+) -> Prepared:
+    """The first half of `convert`: everything that can be refused before anything is written."""
+    if format not in FORMATS:
+        raise ValueError(f"format: expected one of {', '.join(FORMATS)}, found {format!r}")
+    if format != "hf" and (merge_adapters or model is not None):
+        raise ValueError(f'merge_adapters and model: expected the format "hf", found {format!r}')
     refuse_what_has_no_place(source, format)
-    files = (source.companions() if companions is None else companions) if format in ("hf", "fullshard") else {}
-    if format == "hf":
-        source = published(source, model_of(files))
+    files = dict(source.companions() if companions is None else companions) if format in ("hf", "fullshard") else {}
+    if format != "hf":
+        return Prepared(source, files)
+    ready = as_files(source, files, merge=merge_adapters, model=model)
+    files.pop(ADAPTERS, None)
+    if isinstance(ready, AdapterSource):
+        files = {name: data for name, data in files.items() if name not in (CONFIG, GENERATION)}
+    return Prepared(ready, files)
+
+
+def write(
+    ready: Prepared,
+    target: str | os.PathLike[str],
+    format: Format,
+    *,
+    max_file_nbytes: int = DEFAULT_MAX_NBYTES,
+    progress: Progress | None = None,
+) -> list[Path]:
+    """The second half of `convert`."""
+    source, files = ready
+    target = Path(target)
 
     def read(key: str) -> Tensor:
         tensor = source.read(key)
@@ -197,11 +245,11 @@ def convert(
             return write_ours(target, source, read, files)
         case "dcp":
             return write_dcp(target, source, read)
-        case "hf":
-            return write_folder(target, source, read, files, max_nbytes=max_file_nbytes)
         case "torch":
             return write_torch(target, source, read)
-    raise ValueError(f"format: expected one of {', '.join(FORMATS)}, found {format!r}")
+    if isinstance(source, AdapterSource):
+        return write_adapters(target, source.model, {key: read(key) for key in source.tensors}, files)
+    return write_folder(target, source, read, files, max_nbytes=max_file_nbytes)
 
 
 def reason(error: Exception, value: object) -> str:

@@ -23,13 +23,14 @@ from torch.distributed.tensor import DTensor
 from ...comm import alone, messenger, whole_of
 from ...policy.arguments import expect_flag
 from ..agreement import Message, agree
-from ..companions import files_of, tied_names
+from ..companions import adapted, files_of, tied_names
 from ..errors import CheckpointError, CheckpointMismatch
 from ..loading import LoadJob, LoadOptions, Rename, write
 from ..manifest import Manifest, TensorEntry, ValueEntry, encode
 from ..plan import Box, key_of, matches, whole
 from ..state import Optimizers, flatten, get_state_dict, named_tensors, set_state_dict
-from .adapters import Merged, adapted, adapter_keys, write_adapters
+from .adapter_checkpoints import refuse_adapters
+from .adapters import Merged, adapter_keys, write_adapters
 from .convert import open_source, reason, regrouped
 from .hf import DEFAULT_MAX_NBYTES, order_of, write_folder
 from .names import HINT, Chosen, Renaming
@@ -208,6 +209,7 @@ def export_full(
                 'pass the state that get_state_dict took of the PeftModel, with format "hf" and without renaming',
             )
         elif format == "hf":
+            refuse_adapters(what, keys)
             source = published(source, state.model)
         opened.append((state, source))
         return {"keys": keys, "alone": alone, "adapters": under is not None and not merge_adapters}
@@ -225,10 +227,11 @@ def export_full(
 
     def gather() -> Message:
         with state.reading(source.inputs(order)):
+            more = files_of(tokenizer) if tokenizer is not None and messages.rank == 0 else {}
             if messages.rank == 0 and decided["adapters"]:
-                write_adapters(Path(target), adapted(state.model), {key: source.read(key) for key in order})
+                write_adapters(Path(target), adapted(state.model), {key: source.read(key) for key in order}, more)
             elif messages.rank == 0 and format == "hf":
-                companions = source.companions() | (files_of(tokenizer) if tokenizer is not None else {})
+                companions = source.companions() | more
                 write_folder(Path(target), source, source.read, companions, max_nbytes=max_file_nbytes)
             elif messages.rank == 0:
                 write_torch(Path(target), source, source.read)
