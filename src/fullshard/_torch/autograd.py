@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import operator
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any, Literal, cast
+from typing import Any, Literal, TypeVar, cast
 
 import torch
+import torch.utils.checkpoint
 from torch import Tensor
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd import Variable
@@ -16,6 +18,7 @@ from torch.distributed.tensor import DTensor
 
 # ---- autograd --------------------------------------------------------------------------------------------------------
 
+F = TypeVar("F", bound=Callable[..., object])
 
 # Queries on the hot path are plain C callables: a Python wrapper would cost more than the query itself.
 
@@ -136,3 +139,60 @@ def push_saved_tensor_hooks(pack: Callable[[Tensor], Any], unpack: Callable[[Any
 
 def pop_saved_tensor_hooks() -> None:
     torch._C._autograd._pop_saved_tensors_default_hooks()
+
+
+def internal_to_checkpoints(pack: F) -> F:
+    """`pack`, the first of a pair of hooks with none below them, marked so that selective recomputation (torch 2.14 and
+    later) neither sends what it keeps through the pair nor warns that it does not."""
+    marks: Any = pack
+    marks._checkpoint_internal, marks._user_hooks = True, None
+    return pack
+
+
+# ---- recomputation ---------------------------------------------------------------------------------------------------
+# `torch.utils.checkpoint` (not reentrant) saves the arguments of a function as autograd saves tensors. Without hooks it
+# gets the same objects back; what a hook returns, autograd makes a new tensor of, one for each time that an argument
+# was saved: not the same object twice, no subclass, no view, no attributes.
+
+# Its code that saves arguments, which has them as `args` and the run as `new_frame`.
+_SAVES_ARGUMENTS = getattr(
+    torch.utils.checkpoint,
+    "_checkpoint_without_reentrant_generator_impl",
+    torch.utils.checkpoint._checkpoint_without_reentrant_generator,
+).__code__
+# How far above a saved-tensor hook it is: at most two frames of dynamo's, three of torch's.
+_FRAMES = 6
+
+
+def saved_for_recomputation() -> dict[str, Any] | None:
+    """Called by a saved-tensor hook: what `recompute_with_arguments` takes if the tensor is an argument of a function
+    that will be recomputed, else None."""
+    frame = sys._getframe(2)
+    for _ in range(_FRAMES):
+        if frame.f_code is _SAVES_ARGUMENTS:
+            return frame.f_locals
+        if frame.f_back is None:
+            break
+        frame = frame.f_back
+    return None
+
+
+def recompute_with_arguments(saved: dict[str, Any], before: Callable[[], None]) -> None:
+    """Let the function be recomputed with the very arguments of its forward, after a call of `before`. Once or more."""
+    run = saved["new_frame"]
+    if not isinstance(run.recompute_fn, _Recomputed):
+        run.recompute_fn = _Recomputed(run.recompute_fn, tuple(saved["args"]), before)
+
+
+class _Recomputed:
+    """A function that runs again. It keeps its arguments alive exactly as long as torch keeps those that it saved."""
+
+    __slots__ = ("args", "before", "function")
+
+    def __init__(self, function: Callable[..., None], args: tuple[Any, ...], before: Callable[[], None]) -> None:
+        self.function, self.args, self.before = function, args, before
+
+    def __call__(self, *unpacked: Any) -> None:
+        self.before()
+        # Up to 2.11 the keyword arguments come first.
+        self.function(*unpacked[: len(unpacked) - len(self.args)], *self.args)

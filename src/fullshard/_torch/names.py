@@ -24,6 +24,7 @@ class PrivateName(NamedTuple):
 
 _BACKWARD = "no public way to ask about the running backward; an own flag would survive an exception"
 _SAVED = "detect other active saved-tensor hooks, which must not be hidden; push and pop from two callbacks"
+_RECOMPUTED = "saved-tensor hooks make new tensors of arguments, of which recomputation must get the same objects"
 _TRANSFORM = "gathers inside torch.func transforms must not be transformed: they write tensors unknown to transforms"
 _SPEC = "from_local takes nine times as long, and shards must stay views of one flat buffer, on the host too"
 _OWN_GROUP = "groups that can be replaced after a peer failed; names of new_group may recur (comm/data_group.py)"
@@ -45,6 +46,8 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
     PrivateName("torch._C._autograd._top_saved_tensors_default_hooks", _SAVED),
     PrivateName("torch._C._autograd._push_saved_tensors_default_hooks", _SAVED),
     PrivateName("torch._C._autograd._pop_saved_tensors_default_hooks", _SAVED),
+    PrivateName("torch.utils.checkpoint._checkpoint_without_reentrant_generator", _RECOMPUTED),
+    PrivateName("torch.utils.checkpoint._checkpoint_without_reentrant_generator_impl", _RECOMPUTED, first=(2, 14)),
     PrivateName("torch._C._functorch.peek_interpreter_stack", _TRANSFORM),
     PrivateName("torch._functorch.pyfunctorch.temporarily_clear_interpreter_stack", _TRANSFORM),
     PrivateName("torch._C._disabled_torch_function_impl", "subclasses that only intercept what reaches the dispatcher"),
@@ -138,6 +141,8 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
 MARKS: dict[str, str] = {
     "_torchdynamo_orig_callable": "removed from methods that torch.compile may get; 2.10 follows it and loses `self`",
     "_ddp_params_and_buffers_to_ignore": "what DistributedDataParallel leaves out; there is no public name",
+    "_checkpoint_internal": "hooks of fullshard are no user's, of which selective recomputation warns from 2.14 on",
+    "_user_hooks": "the user's hooks below them, which are none",
     "_is_fsdp_managed_module": _MARKS,
     "_fsdp_use_orig_params": _MARKS,
     "_distribute_module_applied": "the mark that `distribute_module` looks for, so that it refuses a sharded module",

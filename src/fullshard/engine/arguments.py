@@ -3,7 +3,9 @@
 Containers are nested tuples, lists, dicts, named tuples and dataclasses, as in FSDP2. Sets and other objects are not
 searched. A container without converted tensors is handed over as is, which keeps its identity and subclass. The others
 are copied, and the caller keeps the original: what the forward writes into the copy is carried to it afterwards
-(`Arguments.carry_back`).
+(`Arguments.carry_back`), and where the forward returns the copy, the caller gets the original (`Arguments.returned`).
+
+What is the same object before a conversion is the same object after it: models compute otherwise where `query is key`.
 """
 
 from __future__ import annotations
@@ -42,9 +44,15 @@ class _Copy(NamedTuple):
 _Copies = dict[int, _Copy]
 
 
-def map_tensors(function: Callable[[Tensor], Tensor], value: Any, depth: int = 0, copies: _Copies | None = None) -> Any:
+def map_tensors(
+    function: Callable[[Tensor], Tensor],
+    value: Any,
+    depth: int = 0,
+    copies: _Copies | None = None,
+    own: Callable[[Any], bool] | None = None,
+) -> Any:
     """`value` with `function` applied to its tensors; the same object if nothing changed. `copies` learns which
-    containers were copied, and one that is met twice is copied once."""
+    containers were copied, and one that is met twice is copied once. Containers that are `own` are written instead."""
     if isinstance(value, Tensor):
         return function(value)
     if value is None or isinstance(value, (str, bytes, int, float)):
@@ -56,15 +64,18 @@ def map_tensors(function: Callable[[Tensor], Tensor], value: Any, depth: int = 0
     if copies is not None and (known := copies.get(id(value))) is not None:
         return known.made
     if isinstance(value, (tuple, list)):
-        items = [map_tensors(function, item, depth + 1, copies) for item in value]
+        items = [map_tensors(function, item, depth + 1, copies, own) for item in value]
         if all(map(operator.is_, items, value)):
+            return value
+        if own is not None and isinstance(value, list) and own(value):
+            list.__setitem__(value, slice(None), items)
             return value
         made = _like_sequence(value, items)
     elif isinstance(value, dict):
-        changed = {key: map_tensors(function, item, depth + 1, copies) for key, item in value.items()}
+        changed = {key: map_tensors(function, item, depth + 1, copies, own) for key, item in value.items()}
         if all(changed[key] is item for key, item in value.items()):
             return value
-        made = _like_dict(value)
+        made = value if own is not None and own(value) else _like_dict(value)
         for key, new in changed.items():
             if new is not value[key]:
                 _set_item(made, key, new)
@@ -73,16 +84,17 @@ def map_tensors(function: Callable[[Tensor], Tensor], value: Any, depth: int = 0
         changes = {
             name: new
             for name, old in fields.items()
-            if (new := map_tensors(function, old, depth + 1, copies)) is not old
+            if (new := map_tensors(function, old, depth + 1, copies, own)) is not old
         }
         if not changes:
             return value
-        made = copy.copy(value)  # neither `__init__` nor `__post_init__` runs again
+        # Neither `__init__` nor `__post_init__` runs again.
+        made = value if own is not None and own(value) else copy.copy(value)
         for name, new in changes.items():
             object.__setattr__(made, name, new)  # also of a frozen one
     else:
         return value
-    if copies is not None:
+    if copies is not None and made is not value:
         mutable = not isinstance(value, tuple)
         copies[id(value)] = _Copy(value, made, _held(value) if mutable else None, _held(made) if mutable else None)
     return made
@@ -138,9 +150,29 @@ def tensors_requiring_grad(value: Any) -> list[Tensor]:
     return found
 
 
-def cast_floating(value: Any, dtype: torch.dtype) -> Any:
-    """`value` with its floating-point tensors in `dtype`."""
-    return map_tensors(lambda t: t.to(dtype) if t.is_floating_point() and t.dtype is not dtype else t, value)
+def cast_outputs(value: Any, dtype: torch.dtype, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What a forward with these arguments returned, with floating-point tensors in `dtype`. A container that the caller
+    handed over stays that container, and gets the cast tensors."""
+    if isinstance(value, Tensor):
+        return value.to(dtype) if value.is_floating_point() else value
+    made: dict[int, Tensor] = {}
+
+    def cast_one(tensor: Tensor) -> Tensor:
+        if not tensor.is_floating_point() or tensor.dtype is dtype:
+            return tensor
+        # Of `value`, so that identities stay valid.
+        if id(tensor) not in made:
+            made[id(tensor)] = tensor.to(dtype)
+        return made[id(tensor)]
+
+    def is_given(container: Any) -> bool:
+        return any(_path(item, container, 1) is not None for item in (*args, *kwargs.values()))
+
+    return map_tensors(cast_one, value, 0, _Copies(), is_given)
+
+
+def _itself(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 # ---- arguments of one forward ----------------------------------------------------------------------------------------
@@ -149,11 +181,11 @@ def cast_floating(value: Any, dtype: torch.dtype) -> Any:
 class Arguments:
     """The arguments of one forward, on `device` and with floating-point tensors in `dtype`; None leaves them alone.
 
-    `args` and `kwargs` are for the forward. The containers that were given belong to the caller, and are not changed
-    before `carry_back`.
+    `args` and `kwargs` are for the forward, `given` is both as the caller handed them over: those containers are the
+    caller's, and are not changed before `carry_back`.
     """
 
-    __slots__ = ("_cast", "_copies", "_device", "_dtype", "_given", "_moved", "args", "kwargs")
+    __slots__ = ("_cast", "_copies", "_device", "_dtype", "_made", "_moved", "args", "given", "kwargs")
 
     def __init__(
         self,
@@ -163,11 +195,13 @@ class Arguments:
         dtype: torch.dtype | None,
     ) -> None:
         self._device, self._dtype = device, dtype
-        self._given = args, kwargs
+        self.given = args, kwargs
         # Tensors in another dtype, as given and as handed over, with the version before the forward.
         self._cast: list[tuple[Tensor, Tensor, int]] = []
         # Tensors on another device, likewise. An edit of such a copy stays there, as in FSDP2.
         self._moved: list[tuple[Tensor, Tensor]] = []
+        # By the identity of what was given, which the caller keeps alive: one that is met twice is converted once.
+        self._made: dict[int, Tensor] = {}
         copies = self._copies = _Copies()
         convert = self._convert
         self.args = tuple([map_tensors(convert, item, 1, copies) for item in args])
@@ -175,10 +209,17 @@ class Arguments:
 
     def _convert(self, tensor: Tensor) -> Tensor:
         device, dtype = self._device, self._dtype
-        made = tensor if device is None or tensor.device == device else tensor.to(device, non_blocking=True)
-        if dtype is None or made.dtype is dtype or not made.is_floating_point():
-            if made is not tensor:
-                self._moved.append((tensor, made))
+        moves = device is not None and tensor.device != device
+        casts = dtype is not None and tensor.dtype is not dtype and tensor.is_floating_point()
+        if not (moves or casts):
+            return tensor
+        known = self._made.get(id(tensor))
+        if known is not None:
+            return known
+        made = tensor.to(device, non_blocking=True) if moves else tensor
+        if not casts:
+            self._moved.append((tensor, made))
+            self._made[id(tensor)] = made
             return made
         if torch.is_inference_mode_enabled():
             # Tensors made in inference mode do not count their edits.
@@ -186,6 +227,7 @@ class Arguments:
                 made = made.to(dtype)
         else:
             made = made.to(dtype)
+        self._made[id(tensor)] = made
         self._cast.append((tensor, made, version_of(made)))
         return made
 
@@ -193,6 +235,13 @@ class Arguments:
     def has_copies(self) -> bool:
         """Whether the forward could write into something that is not the caller's."""
         return bool(self._copies or self._cast)
+
+    def returned(self, output: Any) -> Any:
+        """`output` of the forward with the caller's containers where it has their copies, after `carry_back`."""
+        back = {id(entry.made): entry._replace(made=entry.given) for entry in self._copies.values() if entry.made_held}
+        if not back or isinstance(output, Tensor):
+            return output
+        return map_tensors(_itself, output, 0, back)
 
     def carry_back(self, unit: str, module: nn.Module | None, *, warn: bool) -> bool:
         """Write what the forward of `unit` added, replaced or removed in copies into the caller's containers; again,
@@ -214,7 +263,7 @@ class Arguments:
         for given, made, version in self._cast:
             if version_of(made) == version:
                 continue
-            inside = all(item is not given for item in (*self._given[0], *self._given[1].values()))
+            inside = all(item is not given for item in (*self.given[0], *self.given[1].values()))
             if not (inside or warn):
                 continue
             text = (
@@ -252,7 +301,7 @@ class Arguments:
 
     def _name(self, wanted: Any, module: nn.Module | None) -> str:
         """Where `wanted` is in the arguments, as the callee would write it."""
-        args, kwargs = self._given
+        args, kwargs = self.given
         names = [f"argument {index}" for index in range(len(args))]
         if module is not None:
             try:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import sys
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -23,17 +23,20 @@ from .._torch import (
     base_of,
     current_backward,
     in_transform,
+    internal_to_checkpoints,
     keeps_graph,
     pop_saved_tensor_hooks,
     push_saved_tensor_hooks,
     queue_backward_callback,
+    recompute_with_arguments,
+    saved_for_recomputation,
     saved_tensor_hooks_allowed,
     top_saved_tensor_hooks,
     version_of,
 )
 from .._torch.modules import outside_graphs
 from ..param import ExtensionGroup, ShardedParam, holds_bits
-from ..schedule import Use
+from ..schedule import Full, Phase, Use
 from .unit import Unit, sum_of_bits
 
 # ---- running ---------------------------------------------------------------------------------------------------------
@@ -129,7 +132,8 @@ class _End:
 # cost about ten microseconds per saved tensor, as much as everything else together (ADR 0006).
 #
 # Other saved-tensor hooks (checkpointing, activation offload) are never hidden: while they are active, nothing is
-# watched. Checkpointing runs the unit's forward again, which unshards it.
+# watched. Checkpointing runs a function again, with the arguments that it saved through these hooks: the same objects
+# again. If that is a unit's forward, it unshards the unit; if it is a part of one, the begin of the recomputation does.
 
 
 class _Weight(NamedTuple):
@@ -157,7 +161,7 @@ class SavedTensorHooks:
         self._needed = weakref.WeakMethod(needed)
         self._always = always
         # A fixed pair of objects, recognisable on torch's stack of hooks.
-        self._hooks = (outside_graphs(self._pack), outside_graphs(self._unpack))
+        self._hooks = (internal_to_checkpoints(outside_graphs(self._pack)), outside_graphs(self._unpack))
         self._owner: weakref.WeakValueDictionary[int, Unit] = weakref.WeakValueDictionary()
         self._active = 0
         # How often a forward that follows a forward is watched again.
@@ -199,6 +203,10 @@ class SavedTensorHooks:
             self.end()
 
     def _pack(self, tensor: Tensor) -> object:
+        recomputed = saved_for_recomputation()
+        if recomputed is not None:
+            running = [unit for unit in dict.fromkeys(self._owner.values()) if unit.record.phase is Phase.FORWARD]
+            recompute_with_arguments(recomputed, partial(self._recomputation_begins, running))
         # Custom autograd functions and compiled code save views made without gradients, which are leaves too.
         base = base_of(tensor)
         unit = self._owner.get(id(tensor if base is None else base))
@@ -208,6 +216,14 @@ class SavedTensorHooks:
             return _Activation(tensor, version_of(tensor))
         # Detached: an output saved by its own node would keep the node and its history alive.
         return _Activation(tensor.detach(), version_of(tensor))
+
+    def _recomputation_begins(self, units: Sequence[Unit]) -> None:
+        """Backward runs a part of the forwards of `units` again, before a gradient reached their outputs if their
+        weights are not there: its outputs left them by another way."""
+        needed = self._needed()
+        for unit in units:
+            if needed is not None and unit.record.full is not Full.FULL and not unit.gradients.all_came():
+                needed(unit)
 
     def _unpack(self, saved: object) -> Tensor:
         if isinstance(saved, _Weight):

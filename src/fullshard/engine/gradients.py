@@ -10,6 +10,7 @@ from typing import Protocol
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from .._torch import current_backward
 from .._torch.modules import outside_graphs
 from ..param import ParamGroup, ShardedParam
 from ..schedule import UnitRecord
@@ -113,6 +114,10 @@ class UnitGradients:
                     self._withdrawing.append(_withdrawing_hook(param))
                     param.gradients.shows_held = True
                     param.gradients.hold(param.gradients.held)
+
+    def all_came(self) -> bool:
+        """Whether the running backward brought every gradient of the unit: it reads no trainable weight any more."""
+        return self.came == (current_backward(), self.expected)
 
     def largest_missing_nbytes(self) -> int:
         """Bytes of the largest gradient that the running backward may still bring."""

@@ -26,7 +26,7 @@ from torch.utils.hooks import RemovableHandle
 from .._torch import current_backward, saved_tensor_hooks_allowed
 from .._torch.modules import call, outside_graphs, runs_last
 from ..schedule import Use
-from .arguments import Arguments, cast_floating, tensors_requiring_grad
+from .arguments import Arguments, cast_outputs, tensors_requiring_grad
 from .backward import State, refuse_writes, state_before
 from .full_params import opened_of
 from .mixed_operations import note_shards_read
@@ -207,8 +207,11 @@ class UnitHooks:
         ran = bool if len(unit.modules) == 1 else partial(self._ran, module)
         use = root.post_forward(unit, ran, **flags)
         self._hook_outputs(outputs, use, running.inputs)
+        if running.arguments is not None:
+            output = running.arguments.returned(output)
         if unit.settings.policy.output_dtype is not None:
-            output = cast_floating(output, unit.settings.policy.output_dtype)
+            given = (args, kwargs) if running.arguments is None else running.arguments.given
+            output = cast_outputs(output, unit.settings.policy.output_dtype, *given)
         return output
 
     def _carry_back(self, module: nn.Module, running: _Running, arguments: Arguments) -> None:
