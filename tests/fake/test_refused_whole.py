@@ -214,7 +214,7 @@ def test_a_refused_module_is_whole(name: str) -> None:
 
 STEPS = (
     "mesh_links move_unsharded Unit ignored_names own_parameters UnitHooks hook_state_dict publish sharded_class "
-    "validate.mark_managed validate.refuse_parallelism"
+    "ownership.note_managed validate.refuse_parallelism"
 ).split()
 
 
@@ -227,8 +227,9 @@ def test_an_error_at_any_step_leaves_the_modules_whole(step: str, several: bool,
         before = _state(model)
         module = [model[0], model[2]] if several else model
         place = fully_shard.__globals__
-        if step.startswith("validate."):
-            place, step = vars(place["validate"]), step.removeprefix("validate.")
+        if "." in step:
+            module_name, _, step = step.partition(".")
+            place = vars(place[module_name])
         original, calls = place[step], []
 
         def fails(*args: Any, **kwargs: Any) -> Any:

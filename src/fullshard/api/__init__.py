@@ -27,6 +27,6 @@ from .module import FSDPModule as FSDPModule
 from .module import UnshardHandle as UnshardHandle
 from .module import share_comm_ctx as share_comm_ctx
 from .optimizer import step_on_shards as step_on_shards
+from .placement import ShardPlacementResult as ShardPlacementResult
 from .rebind import rebind_optimizer as rebind_optimizer
 from .unit_open import unit_open as unit_open
-from .validate import ShardPlacementResult as ShardPlacementResult

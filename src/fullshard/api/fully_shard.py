@@ -26,10 +26,10 @@ from ..guard import watch
 from ..param import FullMesh, Placing, managed_modules, managed_parameters, move_unsharded
 from ..policy import MixedPrecisionPolicy, Offload, OffloadPolicy, Options, resolve_offload
 from ..policy.arguments import expect_each, expect_module, expect_text
-from . import validate
+from . import ownership, validate
 from .classes import sharded_class
 from .module import publish
-from .validate import Share, place
+from .placement import Share, place
 
 # ---- all or nothing --------------------------------------------------------------------------------------------------
 # A `fully_shard` call that raises leaves modules as they were, however far it had come.
@@ -199,7 +199,7 @@ def fully_shard(
     validate.check_parameters(found, roots)
     validate.check_averaged(found, roots)
     validate.check_scripted(modules, found, roots)
-    spans = validate.check_memory(found, roots)
+    spans = ownership.check_memory(found, roots)
     for root in roots:
         validate.check_swap(root, sharded_class)
     full_mesh, shards = None, True
@@ -239,14 +239,14 @@ def fully_shard(
         own_parameters(unit)
         UnitHooks(unit)
         hook_state_dict(unit)
-        validate.mark_managed(unit, inner)
+        ownership.note_managed(unit, inner)
         validate.refuse_parallelism(modules, found, name)
         publish(unit, inner)
         for root in roots:
             root.__class__ = sharded_class(type(root))
     # From here on nothing raises: this is noted of parameters, which an error above leaves on the modules.
-    validate.note_memory(unit, spans)
-    validate.mark_owner(found, name)
+    ownership.note_memory(unit, spans)
+    ownership.note_owner(found, name)
     note_replaced(unit, found)
     note_uncaught()
     return module

@@ -8,27 +8,23 @@ from __future__ import annotations
 import logging
 import os
 import warnings
-import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
-from typing import Any, NamedTuple
+from dataclasses import fields
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from .._torch import applied_apis, refuse_distribution
-from ..engine import Unit, unit_of
-from ..engine.names import clean_name
-from ..param import Found, FullMesh, check_extension, check_own_mesh, has_extension, local_data
+from ..engine import unit_of
+from ..param import Found, check_extension, has_extension
 from ..policy import MixedPrecisionPolicy, resolve_offload
 from ..policy.arguments import expect_callable, expect_each, expect_flag, expect_known_fields
-from . import validate
-
-# ---- validate --------------------------------------------------------------------------------------------------------
+from . import ownership
 
 _log = logging.getLogger(__name__)
 
@@ -286,66 +282,6 @@ def refuse_parallelism(modules: Iterable[tuple[str, nn.Module]], found: Iterable
             )
 
 
-# ---- memory ----------------------------------------------------------------------------------------------------------
-# Parameters that are different objects over the same memory: tied in the plain model, two parameters once they are cut.
-
-_MEMORY = "_fullshard_memory"
-
-
-class Span(NamedTuple):
-    """The bytes [start, end) of a parameter before it is cut. `memory` stands for its storage, whose address another
-    one may have later."""
-
-    memory: object
-    start: int
-    end: int
-    name: str
-    trains: bool
-
-
-_spans: weakref.WeakKeyDictionary[Unit, list[Span]] = weakref.WeakKeyDictionary()
-
-
-def check_memory(found: Iterable[Found], roots: Sequence[nn.Module]) -> list[Span]:
-    """The memory of `found`, for `note_memory`. Raises `ValueError` if two parameters of them and of the units below
-    `roots` overlap and one of them trains."""
-    spans = list(filter(None, map(_span, found)))
-    units = {unit for root in roots for module in root.modules() if (unit := unit_of(module)) is not None}
-    known = [
-        span._replace(name=f"{span.name} (of the unit {unit.record.name})")
-        for unit in units
-        for span in _spans.get(unit, ())
-    ]
-    last: Span | None = None
-    for span in sorted([*spans, *known], key=lambda span: (id(span.memory), span.start)):
-        if last is None or span.memory is not last.memory or span.start >= last.end:
-            last = span
-        elif span.trains or last.trains:
-            raise ValueError(
-                f"{last.name} and {span.name}: expected each parameter in memory of its own, found two parameters over "
-                f"the same memory, which train as one and apart once they are cut; make them one object, as "
-                f"`a.weight = b.weight` does, or give one a copy: nn.Parameter(p.detach().clone())"
-            )
-        elif span.end > last.end:
-            last = span
-    return spans
-
-
-def note_memory(unit: Unit, spans: list[Span]) -> None:
-    """Remember the memory that the parameters of `unit` had."""
-    _spans[unit] = spans
-
-
-def _span(item: Found) -> Span | None:
-    local = local_data(item.parameter)
-    if type(local) not in (torch.Tensor, nn.Parameter) or local.layout is not torch.strided or not local.numel():
-        return None
-    storage = local.untyped_storage()
-    start = int(local.storage_offset()) * local.itemsize
-    memory = storage.__dict__.setdefault(_MEMORY, object())
-    return Span(memory, start, start + int(local.nbytes), item.name, item.parameter.requires_grad)
-
-
 def check_averaged(found: Iterable[Found], roots: Sequence[nn.Module]) -> None:
     """Raise for parameters whose gradients DistributedDataParallel or torch's `replicate` already averages.
 
@@ -364,32 +300,12 @@ def check_averaged(found: Iterable[Found], roots: Sequence[nn.Module]) -> None:
                 )
 
 
-_OWNER = "_fullshard_owner"
-
-
 def check_parameters(found: Iterable[Found], roots: Sequence[nn.Module]) -> None:
     """Check the parameters of the unit of `roots`, before any of them is sharded."""
     module_name = _names(roots)
     for item in found:
         parameter, name = item.parameter, item.name
-        for slot in item.slots:
-            around = slot.module.__dict__.get(_AROUND)
-            if around is not None and any(slot in param.slots for param in around.params):
-                raise RuntimeError(
-                    f"{name}: expected inner modules to be sharded before those around them, found {module_name} after "
-                    f"{around.record.name}, which has its parameters already; call fully_shard bottom-up: on each "
-                    f"block first, on the whole model last"
-                )
-        owner = getattr(parameter, _OWNER, None)
-        if owner is not None:
-            here = name.rpartition(".")[0]
-            there = _path_of_owner(owner, roots)
-            raise ValueError(
-                f"{name}: expected each parameter in one unit, found it tied to "
-                f"{f'{there}.{owner[1]} (of the unit {there}: {owner[0]})' if there else f'{owner[1]} of {owner[0]}'}, "
-                f"which was sharded before this {module_name}; make one unit of both places, "
-                f"fully_shard([{there or owner[0]}, {here or module_name}]), or leave both to the module around them"
-            )
+        ownership.refuse_owned(item, module_name, roots)
         check_extension(parameter, name)
         if parameter.ndim == 0:
             raise ValueError(
@@ -406,31 +322,6 @@ def check_parameters(found: Iterable[Found], roots: Sequence[nn.Module]) -> None
 
 def _names(roots: Sequence[nn.Module]) -> str:
     return "+".join(type(root).__name__ for root in roots)
-
-
-def _path_of_owner(owner: tuple[str, str], roots: Sequence[nn.Module]) -> str:
-    """The dotted name, below `roots`, of the unit that has a tied parameter; "" if it is not below them."""
-    for root in roots:
-        for path, module in root.named_modules():
-            unit = unit_of(module)
-            if unit is not None and unit.record.name == owner[0] and any(p.name == owner[1] for p in unit.params):
-                return clean_name(path)
-    return ""
-
-
-_AROUND = "_fullshard_around"
-
-
-def mark_managed(unit: Unit, managed: Iterable[nn.Module]) -> None:
-    """Record on modules the unit that has their parameters, to detect later sharding of the modules."""
-    for module in managed:
-        module.__dict__[_AROUND] = unit
-
-
-def mark_owner(found: Iterable[Found], module_name: str) -> None:
-    """Record on the original parameters the unit that sharded them, to detect ties across units."""
-    for item in found:
-        setattr(item.parameter, _OWNER, (module_name, item.name))
 
 
 def check_sharded(modules: object, what: str, unit: Callable[[nn.Module], Any]) -> list[Any]:
@@ -453,133 +344,3 @@ def check_sharded(modules: object, what: str, unit: Callable[[nn.Module], Any]) 
 
 def _has_forward(module: nn.Module) -> bool:
     return type(module).forward not in (nn.ModuleList.forward, nn.ModuleDict.forward, nn.Module.forward)
-
-
-# ---- placement -------------------------------------------------------------------------------------------------------
-# `shard_placement_fn`: the dim and the mesh over which each parameter of a unit is sharded.
-
-
-@dataclass(frozen=True)
-class ShardPlacementResult:
-    """Result of a `shard_placement_fn` for a parameter with its own mesh, such as an expert's.
-
-    placement: the dim to shard; None means `Shard(0)`.
-    mesh: as for `fully_shard(mesh=...)`; None means the mesh of the unit. Gradients are averaged over it.
-
-    >>> from torch.distributed.tensor import Shard
-    >>> ShardPlacementResult(Shard(1)).mesh is None
-    True
-
-    torch's private class of this name, with its `mesh_info`, is accepted too (torch 2.13).
-    """
-
-    placement: Shard | None
-    mesh: DeviceMesh | None = None
-
-
-class Share(NamedTuple):
-    """The parameters of a unit on one mesh."""
-
-    mesh: DeviceMesh
-    # For parameters that are DTensors on a mesh with all axes (`dp_mesh_dims`), if `mesh` is the unit's.
-    full_mesh: FullMesh | None
-    found: list[Found]
-
-
-def place(
-    found: Sequence[Found],
-    mesh: DeviceMesh,
-    full_mesh: FullMesh | None,
-    fn: Callable[[nn.Parameter], Any] | None,
-) -> list[Share]:
-    """`found` with the dims that `fn` chooses, grouped by the mesh it chooses, in the order of first parameters.
-
-    `mesh` and `full_mesh` are those of the unit. `fn` is called once per parameter, in the same order on every rank,
-    and must return the same on all ranks. Raises `ValueError` for a result other than None, `Shard` or a
-    `ShardPlacementResult` with a usable mesh, and if two meshes would share their process groups; `AssertionError`
-    (torch's type) for a dim out of range; and the errors of `check_own_mesh` for DTensor parameters.
-    """
-    # By process groups, not by mesh: parameters with the same process groups share messages.
-    shares: dict[tuple[str, ...], Share] = {}
-    for item in found:
-        dim, own = (item.dim, mesh) if fn is None else _answer(item, mesh, fn(item.parameter))
-        full = full_mesh if own == mesh else None
-        check_own_mesh(item, own, full)
-        share = shares.setdefault(_groups(own), Share(own, full, []))
-        if share.mesh != own:
-            raise ValueError(
-                f"shard_placement_fn: expected parameters that share their process groups to share one mesh, found "
-                f"{own} for {item.name} and {share.mesh} for {share.found[0].name}; return the same mesh for both"
-            )
-        share.found.append(item._replace(dim=dim))
-    return list(shares.values())
-
-
-def _answer(item: Found, default: DeviceMesh, answer: Any) -> tuple[int, DeviceMesh]:
-    """(dim, mesh) of one parameter."""
-    placement, mesh = answer, default
-    if hasattr(answer, "placement"):
-        expect_known_fields("shard_placement_fn", answer, ("placement", "mesh", "mesh_info"))
-    if isinstance(answer, ShardPlacementResult):
-        placement = answer.placement
-        mesh = default if answer.mesh is None else _usable(item, answer.mesh, default)
-    elif hasattr(answer, "placement") and hasattr(answer, "mesh_info"):
-        placement = answer.placement
-        mesh = _usable(item, _mesh_of_info(item, answer.mesh_info), default)
-    if placement is None:
-        return 0, mesh
-    if not isinstance(placement, Shard):
-        raise ValueError(
-            f"shard_placement_fn: expected None, Shard(dim) or fullshard.ShardPlacementResult for {item.name}, found "
-            f"{answer!r}; put a parameter that should stay unsharded into ignored_params"
-        )
-    ndim = item.parameter.ndim
-    if not -ndim <= placement.dim < ndim:
-        raise AssertionError(
-            f"shard_placement_fn: expected a dim of {item.name} in [{-ndim}, {ndim - 1}], found {placement}; its shape "
-            f"is {tuple(item.parameter.shape)}"
-        )
-    return placement.dim % ndim, mesh
-
-
-def _usable(item: Found, mesh: object, default: DeviceMesh) -> DeviceMesh:
-    if not isinstance(mesh, DeviceMesh):
-        raise ValueError(
-            f"shard_placement_fn: expected a DeviceMesh for {item.name}, found {type(mesh).__name__}; "
-            f"use init_device_mesh, or None for the mesh of the unit"
-        )
-    mesh = validate.resolve_mesh(mesh)
-    if mesh.device_type != default.device_type:
-        raise ValueError(
-            f"shard_placement_fn: expected a mesh on {default.device_type}, as that of the unit, found one on "
-            f"{mesh.device_type} for {item.name}; shard parameters on another device by a separate fully_shard call"
-        )
-    if mesh.get_coordinate() is None:
-        raise ValueError(
-            f"shard_placement_fn: expected a mesh with this rank in it, found {mesh} for {item.name}; give every rank "
-            f"that has the parameter a mesh, as the axes of one init_device_mesh do"
-        )
-    return mesh
-
-
-def _mesh_of_info(item: Found, info: Any) -> DeviceMesh:
-    """The axes that torch's FSDPMeshInfo or HSDPMeshInfo names, as a mesh (replicate, shard) or (shard)."""
-    mesh, shard, replicate = info.mesh, info.shard_mesh_dim, getattr(info, "replicate_mesh_dim", None)
-    axes = [axis for axis in (replicate, shard) if axis is not None]
-    own: DeviceMesh
-    if axes == list(range(mesh.ndim)):
-        own = mesh
-        return own
-    names = mesh.mesh_dim_names
-    if shard is None or names is None or axes != sorted(axes):
-        raise ValueError(
-            f"shard_placement_fn: expected a mesh of the axes (shard) or (replicate, shard) for {item.name}, or named "
-            f"ones in that order, found shard {shard} and replicate {replicate} of {mesh}; "
-            f"slice the mesh by names: mesh['replicate', 'shard']"
-        )
-    own = mesh[tuple(names[axis] for axis in axes)]
-    return own
-
-
-def _groups(mesh: DeviceMesh) -> tuple[str, ...]:
-    return tuple(mesh.get_group(axis).group_name for axis in range(mesh.ndim))
