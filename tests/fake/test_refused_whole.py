@@ -334,3 +334,51 @@ def test_tensor_parallelism_where_nothing_is_cut() -> None:
         fully_shard(block, mesh=mesh["dp"], ignored_params=ignored)
         parallelize_module(block, mesh["tp"], {"mlp.2": RowwiseParallel()})
         parallelize_module(block, mesh["tp"], PrepareModuleInput(input_layouts=None, desired_input_layouts=None))
+
+
+# ---- parameters without dims -----------------------------------------------------------------------------------------
+
+
+def _scalar(**options: Any) -> nn.Parameter:
+    return nn.Parameter(torch.tensor(2.6592, **options))
+
+
+def _with_scale(at: str, scale: Any) -> nn.Module:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4)))
+    model.get_submodule(at).register_parameter("scale", scale)
+    return model
+
+
+def _in_a_dict() -> nn.Module:
+    model = nn.Sequential(nn.Linear(4, 4))
+    model.add_module("scales", nn.ParameterDict({"text": _scalar(), "image": torch.ones(1)}))
+    return model
+
+
+def _tied() -> nn.Module:
+    model = _with_scale("0", _scalar())
+    model[1].scale = model[0].scale
+    return model
+
+
+@pytest.mark.parametrize(
+    ("build", "name"),
+    [
+        (lambda: _with_scale("", _scalar()), "scale"),
+        (lambda: _with_scale("1.0", _scalar()), "1.0.scale"),
+        (lambda: _with_scale("0", _scalar(dtype=torch.bfloat16)), "0.scale"),
+        (lambda: _with_scale("0", _scalar(device="meta")), "0.scale"),
+        (lambda: _with_scale("0", nn.Parameter(torch.tensor(1.0), requires_grad=False)), "0.scale"),
+        (_in_a_dict, "scales.text"),
+        (_tied, "0.scale"),
+    ],
+    ids=["the root's", "of a block of a block", "bfloat16", "meta", "frozen", "in a dict", "tied"],
+)
+def test_a_parameter_without_dims_is_named_with_what_keeps_it_whole(build: Any, name: str) -> None:
+    """And what the text says works: it is left out of the unit, and everything else is sharded."""
+    with fake_world(2):
+        model = build()
+        with pytest.raises(ValueError, match=rf"{name}: .*found a scalar[\s\S]*ignored_params"):
+            fully_shard(model)
+        fully_shard(model, ignored_params={model.get_parameter(name)})
+        assert [n for n, p in model.named_parameters() if not hasattr(p, "device_mesh")] == [name]

@@ -5,6 +5,7 @@ And every module of torch.nn after these recipes, held against what plain initia
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
 from collections.abc import Callable
@@ -90,6 +91,59 @@ def test_materialize_makes_the_row_right(padding: int) -> None:
         forward(model)
         assert not row_of(model, padding).any()
         assert row_of(model, (padding + 1) % ROWS).all()
+
+    run_ranks(2, rank_fn)
+
+
+def as_transformers_does(model: nn.Module) -> None:
+    """`model.apply(model._init_weights)`, in the words of its models."""
+
+    def init(module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            module.weight.data.normal_(0.0, 0.02)
+            module.bias.data.zero_()
+        elif isinstance(module, nn.Embedding):
+            module.weight.data.normal_(0.0, 0.02)
+            if module.padding_idx is not None:
+                module.weight.data[module.padding_idx].zero_()
+
+    model.to_empty(device="cpu")
+    model.apply(init)
+
+
+class Scaled(nn.Embedding):
+    def forward(self, tokens: Tensor) -> Tensor:
+        return super().forward(tokens) * 2.0
+
+
+class Positions(nn.Embedding):
+    """Its own initialiser, with the row zeroed by a function of torch.nn.init."""
+
+    def reset_parameters(self) -> None:
+        nn.init.constant_(self.weight, 0.5)
+        with torch.no_grad():
+            nn.init.zeros_(self.weight[self.padding_idx])
+
+
+def frozen(*args: Any, **options: Any) -> nn.Module:
+    return nn.Embedding(*args, **options).requires_grad_(False)
+
+
+@pytest.mark.parametrize("init", [reset, as_transformers_does])
+@pytest.mark.parametrize(
+    "kind",
+    [Scaled, Positions, frozen, functools.partial(nn.Embedding, dtype=torch.bfloat16),
+     functools.partial(nn.Embedding, max_norm=1.0)],
+    ids=["a subclass", "its own reset", "frozen", "bfloat16", "max_norm"],
+)  # fmt: skip
+def test_other_tables_and_initialisers_are_errors_too(kind: Any, init: Any) -> None:
+    """In an evaluation, too."""
+
+    def rank_fn(rank: int) -> None:
+        model = on_meta(5, kind)
+        init(model)
+        with pytest.raises(RuntimeError, match=NAMES_IT.format(5)), torch.no_grad():
+            forward(model)
 
     run_ranks(2, rank_fn)
 
