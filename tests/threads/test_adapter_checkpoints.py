@@ -341,3 +341,19 @@ def test_damaged_descriptions_are_refused(tmp_path: Path) -> None:
         for text in (b"{}", b"[]", b'{"configs": {}, "active": []}', b'{"configs": {"a": {}}, "active": ["b"]}'):
             with pytest.raises(checkpoint.CheckpointDamaged, match=FILE):
                 convert(source, tmp_path / "out", "hf", companions=files | {FILE: text})
+
+
+@pytest.mark.slow
+def test_adapters_on_a_base_in_4_bits_are_exported_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+    _base().save_pretrained(tmp_path / "base")
+    config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base", device_map={"": "cpu"}, quantization_config=config)
+    model = _lora(base)
+    model.save_pretrained(tmp_path / "alone")
+    _saved(model, tmp_path / "ours")
+    # The model is built without its quantisation, which PEFT's card mentions.
+    assert from_checkpoint(tmp_path / "ours", tmp_path / "a", tmp_path / "alone") == ["README.md: other bytes"]
+    code, _, text = _export(tmp_path / "ours", tmp_path / "m", "--to", "hf", "--merge-adapters", capsys=capsys)
+    assert code == 2 and "expected a base of floating-point weights" in text and "merge_and_unload()" in text

@@ -35,6 +35,7 @@ DEFAULT_MAX_NBYTES = 50_000_000_000  # of a file, as in `save_pretrained` of tra
 _DTYPES = {code: name for name, code in DTYPE_NAMES.items()}
 # Bytes of each tensor that a fingerprint reads, and of a part after which its pages are given back.
 _SAMPLE, _LARGE = 512, 1 << 20
+_EMPTY = -1  # the number of the memory of tensors without elements
 
 
 # ---- one file ------------------------------------------------------------------------------------------------
@@ -271,10 +272,11 @@ def plan_files(
 ) -> list[list[Entry]]:
     """The tensors of each file, as `save_pretrained` distributes them: in order, as many as fit into `max_nbytes`; a
     larger one has a file of its own, before the file that is being filled. Tensors in one `memory` (its number and its
-    bytes, by name) count as one.
+    bytes, by name) count as one, and so do all that have no elements.
 
-    >>> [[e.name for e in f] for f in plan_files([Entry(n, torch.uint8, (len(n),)) for n in ["a", "bbb", "c"]], 2)]
-    [['bbb'], ['a', 'c']]
+    >>> sizes = dict(a=1, empty=0, larger=3, b=1, c=1, none=0)
+    >>> [[e.name for e in f] for f in plan_files([Entry(n, torch.uint8, (s,)) for n, s in sizes.items()], 2)]
+    [['larger'], ['a', 'empty', 'b', 'none'], ['c']]
     """
     if max_nbytes < 1:
         raise ValueError(f"max_nbytes: expected at least 1, found {max_nbytes}")
@@ -283,7 +285,7 @@ def plan_files(
     nbytes = 0
     of_memory: dict[int, list[Entry]] = {}
     for entry in entries:
-        number, size = (memory or {}).get(entry.name, (None, entry.nbytes))
+        number, size = (memory or {}).get(entry.name, (None if entry.nbytes else _EMPTY, entry.nbytes))
         if number in of_memory:
             of_memory[number].append(entry)
             continue
