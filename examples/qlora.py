@@ -2,6 +2,7 @@
 
     torchrun --standalone --nproc-per-node 2 examples/qlora.py [folder of a model] [folder for the adapters]
 
+The base in 4 bits has to fit into the memory of each process while it is loaded; afterwards a rank keeps its rows.
 Without the first folder it makes a small Llama. Needs transformers, peft and bitsandbytes: the extra `packages`.
 """
 
