@@ -124,6 +124,7 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
     PrivateName("torch.nn.Module()._buffers", "buffers registered as None, which forward may fill"),
     PrivateName("torch.nn.Module()._modules", "children by name, where one module may have two"),
     PrivateName("torch.nn.Module()._non_persistent_buffers_set", "which buffers a state dict leaves out"),
+    PrivateName("torch.nn.Module()._forward_hooks", "whether hooks of the program run after the engine's (arguments)"),
     PrivateName("torch.nn.Module()._state_dict_hooks", "a hook that runs before those registered earlier"),
     PrivateName(
         "torch.nn.Module._load_from_state_dict", "which modules save more than they load (checkpoint/state.py)"
