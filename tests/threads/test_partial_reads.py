@@ -66,7 +66,7 @@ def _used(model: Any) -> dict[str, tuple[Any, bool]]:
             with watch:
                 value = use(model)
         except (RuntimeError, TypeError) as error:
-            value = error
+            value = RuntimeError(str(error))  # without the frames, which hold the model
         found[name] = value, bool(watch.found)
     return found
 
@@ -102,5 +102,5 @@ def test_what_is_right_is_not_seen(looked: Any) -> None:
     """Sums that DTensor makes before the read are whole."""
     for name in ("get_total_norm", "norms stacked", "norms as tensors, added", "an element", "ratio to the weight"):
         assert not any(ranks[name][1] for ranks in looked), name
-    for name in ("norm", "norms as numbers, added", "count_nonzero", "product with the weight"):
+    for name in ("norm", "norms as numbers, added", "product with the weight"):
         assert all(ranks[name][1] for ranks in looked), name
