@@ -343,6 +343,24 @@ def test_damaged_descriptions_are_refused(tmp_path: Path) -> None:
                 convert(source, tmp_path / "out", "hf", companions=files | {FILE: text})
 
 
+@pytest.mark.filterwarnings("ignore:Invalid `oft_block_size`")
+@pytest.mark.parametrize("kind", ["OFTConfig", "HiraConfig"])
+def test_what_peft_computes_of_values_is_not_merged(
+    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The indices of OFT are no state; on the meta device its merge would leave the base as it was."""
+    import peft
+
+    config = getattr(peft, kind)(task_type="CAUSAL_LM", target_modules=["q_proj"])
+    model = peft.get_peft_model(_base(), config)
+    _saved(model, tmp_path / "ours")
+    model.save_pretrained(tmp_path / "alone")
+    assert from_checkpoint(tmp_path / "ours", tmp_path / "a", tmp_path / "alone") == []
+    code, _, text = _export(tmp_path / "ours", tmp_path / "m", "--to", "hf", "--merge-adapters", capsys=capsys)
+    assert code == 2 and "q_proj" in text and "adapters alone" in text
+    assert not list(tmp_path.glob("m/*.safetensors"))
+
+
 @pytest.mark.slow
 def test_adapters_on_a_base_in_4_bits_are_exported_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from transformers import AutoModelForCausalLM, BitsAndBytesConfig

@@ -133,7 +133,16 @@ class Merged(Source):
         self.model: Any = _plain(base, _on_meta)
         for layer in layers.values():
             name = layer.outside.rstrip(".")
-            _set_submodule(self.model, name, _merged(self.model.get_submodule(name)))
+            try:
+                merged = _merged(self.model.get_submodule(name))
+            except Exception as error:
+                raise CheckpointMismatch(
+                    f"merging adapters: expected layers that PEFT merges on stand-ins without values, found {name}",
+                    [f"{type(error).__name__}: {error}"],
+                    "export the adapters alone; where PEFT can merge them, PeftModel.from_pretrained(base, folder)"
+                    ".merge_and_unload() does",
+                ) from error
+            _set_submodule(self.model, name, merged)
         for name in ("peft_config", "_hf_peft_config_loaded"):
             self.model.__dict__.pop(name, None)
         named = named_tensors(self.model)
@@ -177,28 +186,36 @@ class Merged(Source):
         full = {id(held[name]): self.inner.read(layer.inside + name).clone() for name in held}
         # Buffers that no state dict has are on every rank.
         module = _plain(layer.module, lambda tensor: full.get(id(tensor), tensor))
-        # Where the model was built again, nothing has computed these.
-        absent = [name for name, buffer in module.named_buffers() if buffer.is_meta]
-        try:
-            named = named_tensors(_merged(module))
-            failed: Exception | None = None
-        except Exception as error:
-            if not absent:
-                raise
-            named, failed = {}, error
-        if failed is not None or any(tensor.is_meta for tensor in named.values()):
+        if absent := _without_values(module):
             raise CheckpointMismatch(
-                "merging adapters: expected the values of a layer in the checkpoint, found",
-                [f"{layer.outside}{name}: a buffer that state dicts leave out" for name in absent],
+                "merging adapters: expected all values of a layer in the checkpoint, found some that PEFT computes",
+                [f"{layer.outside}{name}" for name in absent],
                 "merge from memory: export_full(state, folder, merge_adapters=True); or export the adapters alone",
-            ) from failed
-        return {layer.outside + name: tensor.detach() for name, tensor in named.items()}
+            )
+        return {layer.outside + name: tensor.detach() for name, tensor in named_tensors(_merged(module)).items()}
 
     def value(self, key: str) -> Any:
         return self.inner.value(key)
 
     def close(self) -> None:
         self.inner.close()
+
+
+def _without_values(layer: nn.Module) -> list[str]:
+    """Tensors of `layer` on the meta device: no state dict has them, and where the model was built again, nothing has
+    computed them. With them a merge may be wrong without an error: an index on the meta device selects nothing."""
+    found = []
+    for path, module in layer.named_modules():
+        if "trainable_tokens_original" in path:  # what an unmerge puts back
+            continue
+        for name, value in (*vars(module).items(), *module.named_buffers(recurse=False)):
+            values = (
+                value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else [value]
+            )
+            inner = name not in ("_parameters", "_buffers", "_modules")
+            if inner and any(isinstance(one, Tensor) and one.is_meta for one in values):
+                found.append(f"{path}.{name}" if path else name)
+    return found
 
 
 def _layers(base: nn.Module, prefix: str) -> Iterator[_Layer]:
