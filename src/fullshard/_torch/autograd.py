@@ -177,22 +177,21 @@ def saved_for_recomputation() -> dict[str, Any] | None:
     return None
 
 
-def recompute_with_arguments(saved: dict[str, Any], before: Callable[[], None]) -> None:
-    """Let the function be recomputed with the very arguments of its forward, after a call of `before`. Once or more."""
+def recompute_with_arguments(saved: dict[str, Any]) -> None:
+    """Let the function be recomputed with the very arguments of its forward. Once or more."""
     run = saved["new_frame"]
     if not isinstance(run.recompute_fn, _Recomputed):
-        run.recompute_fn = _Recomputed(run.recompute_fn, tuple(saved["args"]), before)
+        run.recompute_fn = _Recomputed(run.recompute_fn, tuple(saved["args"]))
 
 
 class _Recomputed:
     """A function that runs again. It keeps its arguments alive exactly as long as torch keeps those that it saved."""
 
-    __slots__ = ("args", "before", "function")
+    __slots__ = ("args", "function")
 
-    def __init__(self, function: Callable[..., None], args: tuple[Any, ...], before: Callable[[], None]) -> None:
-        self.function, self.args, self.before = function, args, before
+    def __init__(self, function: Callable[..., None], args: tuple[Any, ...]) -> None:
+        self.function, self.args = function, args
 
     def __call__(self, *unpacked: Any) -> None:
-        self.before()
         # Up to 2.11 the keyword arguments come first.
         self.function(*unpacked[: len(unpacked) - len(self.args)], *self.args)

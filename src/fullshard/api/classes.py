@@ -27,8 +27,9 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from .._torch import MIXED, TorchFSDPModule
+from .._torch import MIXED, TorchFSDPModule, current_backward
 from ..engine import unit_of
+from ..engine.mixed_operations import note_shards_read
 from ..policy.arguments import expect_module
 from ..schedule import Full
 from .module import FSDPModule
@@ -170,6 +171,9 @@ def _named(method: Callable[..., Any]) -> Callable[..., Any]:
             unit = unit_of(self)
             # If this unit's parameters are full, the error is about another unit.
             if unit is None or unit.record.full is Full.FULL or MIXED not in str(error):
+                raise
+            if current_backward() != -1:
+                note_shards_read(error, [unit])  # it was called in a forward, and is recomputed
                 raise
             name = method.__name__
             raise RuntimeError(

@@ -133,7 +133,7 @@ class _End:
 #
 # Other saved-tensor hooks (checkpointing, activation offload) are never hidden: while they are active, nothing is
 # watched. Checkpointing runs a function again, with the arguments that it saved through these hooks: the same objects
-# again. If that is a unit's forward, it unshards the unit; if it is a part of one, the begin of the recomputation does.
+# again. If that is a unit's forward, it unshards the unit; if it is a part of one, unpacking its arguments does.
 
 
 class _Weight(NamedTuple):
@@ -144,10 +144,12 @@ class _Weight(NamedTuple):
 
 
 class _Activation(NamedTuple):
-    """Any other saved tensor, with its version: saved-tensor hooks disable autograd's check for in-place edits."""
+    """Any other saved tensor, with its version: saved-tensor hooks disable autograd's check for in-place edits.
+    `recomputed`: the units of whose forwards a part will run again with it."""
 
     tensor: Tensor
     version: int
+    recomputed: Sequence[Unit] = ()
 
 
 class SavedTensorHooks:
@@ -203,27 +205,18 @@ class SavedTensorHooks:
             self.end()
 
     def _pack(self, tensor: Tensor) -> object:
-        recomputed = saved_for_recomputation()
-        if recomputed is not None:
-            running = [unit for unit in dict.fromkeys(self._owner.values()) if unit.record.phase is Phase.FORWARD]
-            recompute_with_arguments(recomputed, partial(self._recomputation_begins, running))
         # Custom autograd functions and compiled code save views made without gradients, which are leaves too.
         base = base_of(tensor)
         unit = self._owner.get(id(tensor if base is None else base))
         if unit is not None:
             return _Weight(unit, tensor if tensor.is_leaf else tensor.detach())
-        if tensor.is_leaf:
-            return _Activation(tensor, version_of(tensor))
+        recomputed: Sequence[Unit] = ()
+        run = saved_for_recomputation()
+        if run is not None:
+            recompute_with_arguments(run)
+            recomputed = [unit for unit in dict.fromkeys(self._owner.values()) if unit.record.phase is Phase.FORWARD]
         # Detached: an output saved by its own node would keep the node and its history alive.
-        return _Activation(tensor.detach(), version_of(tensor))
-
-    def _recomputation_begins(self, units: Sequence[Unit]) -> None:
-        """Backward runs a part of the forwards of `units` again, before a gradient reached their outputs if their
-        weights are not there: its outputs left them by another way."""
-        needed = self._needed()
-        for unit in units:
-            if needed is not None and unit.record.full is not Full.FULL and not unit.gradients.all_came():
-                needed(unit)
+        return _Activation(tensor if tensor.is_leaf else tensor.detach(), version_of(tensor), recomputed)
 
     def _unpack(self, saved: object) -> Tensor:
         if isinstance(saved, _Weight):
@@ -239,6 +232,12 @@ class SavedTensorHooks:
                 f"{saved.tensor.dtype}, found version {version_of(saved.tensor)}; clone it before the edit, or enable "
                 f"torch.autograd.set_detect_anomaly(True) to see where it was used"
             )
+        for unit in saved.recomputed:
+            # Without its weights, and with more gradients to come: backward did not come by its outputs.
+            if unit.record.full is not Full.FULL and not unit.gradients.all_came():
+                needed = self._needed()
+                assert needed is not None
+                needed(unit)
         return saved.tensor
 
 

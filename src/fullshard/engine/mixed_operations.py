@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from .._torch import current_backward
 from .._torch.dtensor import MIXED, storage_key
 from ..param import Owner
 from ..schedule import Full
@@ -34,8 +35,10 @@ def note_shards_read(error: BaseException | None, units: Sequence[Unit]) -> None
     """Add the note to `error`, which passes a forward, if it is one of these exceptions. Once."""
     if error is None or _is_noted_as_freed(error, in_forward=True) or not _is(error, MIXED):
         return
-    read = list(dict.fromkeys(_read(_frames(error), units)))
-    error.add_note(_of_read(f"read were probably {first_few(read)}" if read else "units free their weights afterwards"))
+    frames = _frames(error)
+    read = list(dict.fromkeys(_read(frames, units)))
+    said = f"read were probably {first_few(read)}" if read else "units free their weights afterwards"
+    error.add_note(_of_recomputation(said) if _recomputes(frames) else _of_read(said))
 
 
 def note_mixed(error: BaseException) -> None:
@@ -53,7 +56,8 @@ def note_mixed(error: BaseException) -> None:
         return
     read = list(dict.fromkeys(_read(frames, _all_units())))
     if read:
-        error.add_note(_of_read(f"read were probably {first_few(read)}"))
+        said = f"read were probably {first_few(read)}"
+        error.add_note(_of_recomputation(said) if _recomputes(frames) else _of_read(said))
 
 
 def _all_units() -> list[Unit]:
@@ -102,6 +106,20 @@ def _of_read(said: str) -> str:
         f"{_OURS}a sharded parameter was read outside of the forward of its module: {said}. Call the module, open its "
         f"unit around the read (with fullshard.unit_open(module): ...), or register the method that reads it "
         f"(fullshard.register_fsdp_forward_method)"
+    )
+
+
+def _recomputes(frames: Sequence[FrameType]) -> bool:
+    """Whether torch runs a part of a forward again, in backward."""
+    return current_backward() != -1 or any(f.f_code.co_name == "recompute_fn" for f in frames)
+
+
+def _of_recomputation(said: str) -> str:
+    return (
+        f"{_OURS}a part of a unit's forward was recomputed in backward while the unit was sharded: {said}. The "
+        f"backward came by a tensor that is no output of the unit, such as an item of a list. Run the step again: from "
+        f"now on the unit is gathered first. If that fails too, pass a tensor to torch.utils.checkpoint "
+        f"(use_reentrant=False) as an argument, or let the unit return the tensor"
     )
 
 
