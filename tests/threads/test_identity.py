@@ -117,6 +117,7 @@ POLICIES = {
 }
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("recompute", ["no", "inside", "around"])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_forward_finds_the_identities_of_the_plain_one(policy: str, recompute: str) -> None:

@@ -32,7 +32,7 @@ from .agreement import Agreement
 from .backward import RunningBackward, SavedTensorHooks
 from .executor import Executor
 from .finalization import lost_gradients, note_under_way, refuse_below, refuse_unfinished
-from .mixed_operations import note_shards_read
+from .mixed_operations import note_mixed
 from .names import clean_name, parameter_names
 from .optimizer_steps import expect_backward, follow_steps, note_backward
 from .order import MessageOrder, own_by_root
@@ -318,7 +318,8 @@ class Root:
         """The running backward raised `error`, or an unknown exception if None."""
         # The caller got an exception, so the missing gradients need no second error.
         note_backward(self)
-        note_shards_read(error, self.units)
+        if error is not None:
+            note_mixed(error)
         self.peers.publish(error, "its backward")
         if self.run.in_backward:
             self._do("backward_failed", self.run.units[0], rules.backward_failed(self.run, self.run.units[0]))
