@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor
 
 from benchmarks.common import paired_ratio
 from benchmarks.device import Clock, has_times, module_of, synchronize, waits_noted
+from benchmarks.gpu_names import names, other_class
 from benchmarks.gpu_step import BF16, FP32, TINY, BlockShape, Stepper, build, loss_of
 
 # Numbers are compared in float32, where both sides fit.
@@ -555,4 +556,6 @@ CHECKS: dict[str, Check] = {
     "bandwidth": bandwidth,
     "abort": abort,
     "short steps": short_steps,
+    "names": names,
+    "other class": other_class,
 }

@@ -5,6 +5,7 @@
 
     nccl pair     two ranks of NCCL on one device. NCCL refuses two ranks of one host there; each gets an NCCL_HOSTID of
                   its own, loopback sockets, no P2P and no shared memory. It may refuse that too: then a row says so
+    nccl names    the same over each name that torch has for NCCL, and over groups of one rank
     world 1       one rank of NCCL;  gloo pair: two ranks of gloo with tensors of one device
     two devices   two ranks of NCCL with a device each
     sanitized     two short steps of one rank, under compute-sanitizer
@@ -57,6 +58,7 @@ KINDS = {
         ("message", "laziness", "data groups", "coalesced", "plain", "clip", "mixed", "HSDP", "waits", "abort"),
         host=False,
     ),
+    "nccl names": Kind("nccl", 2, ("message", "names", "other class"), host=False),
     "world 1": Kind("nccl", 1, ("message", "laziness", *TRAINING, "checkpoint", "waits", "copies", "peak", "steps")),
     "gloo pair": Kind("gloo", 2, ("message", "data groups", *TRAINING, "checkpoint", "abort")),
     "two devices": Kind(

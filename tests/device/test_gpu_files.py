@@ -20,6 +20,7 @@ import pytest
 import torch
 
 from benchmarks import gpu, gpu_ranks
+from benchmarks.gpu_names import NAMES
 from benchmarks.gpu_parts import GRACE_SECONDS, Part, Result, run
 from benchmarks.gpu_step import sorted_events
 from tests.gpu.conftest import without_waits
@@ -292,6 +293,19 @@ def test_steps_on_simulated_messages() -> None:
 
 
 @pytest.mark.slow
+def test_each_name_of_nccl() -> None:
+    """Data groups beside a group of each name, for two ranks and for one, and a cut; the other class alone."""
+    results = parts_of(command("benchmarks.gpu", "--device", "simulated", "--tiny", "--parts", "nccl names"))
+    assert results["nccl names"]["ok"], results
+    rows = [row for row in results["nccl names"]["rows"] if row["what"] == "names"]
+    assert not any("could_not" in row for row in results["nccl names"]["rows"]), results
+    assert [(row["name"], row["ranks"]) for row in rows] == [(name, n) for name in NAMES for n in (2, 1)]
+    for row in rows:
+        assert row["bound"] in ("None", row["device"])
+        assert row["ranks"] == 1 or (row["data_group"] == "ProcessGroupNCCL" and row["after_cut"].startswith("refused"))
+
+
+@pytest.mark.slow
 @pytest.mark.hang_after(900)
 def test_the_benchmarks_for_hardware(tmp_path: Path) -> None:
     """Every part runs, bytes are those of `report`, and no time is said."""
@@ -302,7 +316,7 @@ def test_the_benchmarks_for_hardware(tmp_path: Path) -> None:
     failed = {name: [row for row in one["rows"] if "could_not" in row] for name, one in results.items()}
     assert not any(failed.values()) and all(one["ok"] for one in results.values()), (failed, printed[-6000:])
     check_steps(results["step 8B"]["rows"])
-    checks = {"world 1", "gloo pair", "nccl pair", "two devices", "sanitizer"}
+    checks = {"world 1", "gloo pair", "nccl pair", "nccl names", "two devices", "sanitizer"}
     for part in checks:
         kind = "sanitized" if part == "sanitizer" else part
         assert {row["what"] for row in results[part]["rows"]} == {"machine", *gpu_ranks.KINDS[kind].checks}, part

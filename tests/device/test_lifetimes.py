@@ -18,7 +18,7 @@ from tests.harness.seeded_faults import SeededFault, seeded
 # By name and number.
 PROGRAMS = {
     f"{i} {one.program.__name__}": one
-    for i, one in enumerate({(x.program, x.args, x.world): x for x in LIFETIMES.values()}.values())
+    for i, one in enumerate({(x.program, x.args, x.world, x.backend): x for x in LIFETIMES.values()}.values())
 }
 PROGRAMS["closes"] = Lifetime(SeededFault("", "", ""), lifetimes.closes)
 

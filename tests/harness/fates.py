@@ -153,7 +153,7 @@ def _rank_main(
             from tests.harness import nccl
 
             nccl.register()
-            backend = nccl.BOTH
+            backend = nccl.backends_of(backend)
         dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timedelta(seconds=limit))
         begun = time.monotonic()
         value = fn(rank, *args)

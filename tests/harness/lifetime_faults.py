@@ -60,6 +60,7 @@ _STORE = "    store = dist.PrefixStore(name, store)\n"
 _KEPT = '("_timeout", "is_high_priority_stream", "config")'
 _KNOWN = "known = list(outs), list(pieces)"
 _EACH = "return [self._send(_GATHERS_EACH, *known, _GATHER)]"
+_MAKES = ".ProcessGroupNCCL(store, rank, size, options), kinds.NCCL"
 _HERE = "__import__('tests.harness.lifetime_faults', fromlist=['_'])"
 
 LIFETIMES: dict[str, Lifetime] = {
@@ -127,7 +128,7 @@ LIFETIMES: dict[str, Lifetime] = {
     "connections are made by the first message": Lifetime(
         SeededFault(
             "comm.data_group:same_group",
-            "own.eager_connect_single_device(torch.device(device.type, index))",
+            "own.eager_connect_single_device(_indexed(device))",
             "pass",
         ),
         lifetimes.collects,
@@ -286,5 +287,52 @@ LIFETIMES: dict[str, Lifetime] = {
         (),
         2,
         "simulated:nccl",
+    ),
+    # ---- the NCCL of torch 2.15 ----
+    "a name of NCCL is unknown": Lifetime(
+        SeededFault("comm.group:_backend_name", "name in _NCCL_NAMES", 'name == "nccl"'),
+        lifetimes.named,
+        (),
+        2,
+        "nccl2",
+    ),
+    "the name of a backend has to be one of Python's": Lifetime(
+        SeededFault(
+            "layout.gather:direct_indices",
+            'if not backend or any(sign in backend for sign in ":, "):',
+            "if True:",
+        ),
+        lifetimes.named,
+        (),
+        2,
+        "nccl-lazy",
+    ),
+    "a further group is on the device that torch chooses": Lifetime(
+        SeededFault("comm.group:new_group", "**_bound_later(like, device),", ""), lifetimes.elsewhere, (), 4, "nccl2"
+    ),
+    "a further group connects at once": Lifetime(
+        SeededFault("_torch.groups:_bound_later", "options.lazy_init = True", "pass"),
+        lifetimes.elsewhere,
+        (),
+        4,
+        "nccl2",
+    ),
+    "data groups are of the other class, without a device": Lifetime(
+        SeededFault("comm.data_group:same_group", _MAKES, ".ProcessGroupNCCL2(store, rank, size, options), kinds.NCCL"),
+        lifetimes.named,
+        (),
+        2,
+        "nccl2",
+    ),
+    "data groups are of the other class": Lifetime(
+        SeededFault(
+            "comm.data_group:same_group",
+            _MAKES,
+            ".ProcessGroupNCCL2(store, rank, size, options, _indexed(device)), kinds.NCCL",
+        ),
+        lifetimes.named,
+        (),
+        2,
+        "nccl2",
     ),
 }

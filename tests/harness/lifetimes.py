@@ -7,8 +7,10 @@ engine gives an empty text on all ranks.
 from __future__ import annotations
 
 import gc
+import os
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
@@ -47,6 +49,80 @@ def _lazy() -> str:
     # The user's own groups have names without a path.
     lazy = [name for name in nccl.library().lazily_made() if "/" in name]
     return f"communicators were made by a message: {lazy}" if lazy else ""
+
+
+def messages(rank: int) -> tuple[list[str], Counter[str], int, list[int]]:
+    """The data groups of a training, its messages by kind, their launches, and the devices of the communicators beside
+    the user's. Weights of a block travel by themselves, several in one message."""
+    before = len(nccl.library().devices())
+    launches = nccl.library().launches()
+    setup = Setup("wide", steps=1)
+    device = torch.device("simulated", 0)
+    with simulated.watched() as seen:
+        model = sharded(case_of(setup).build().to(device), setup)
+        case_of(setup).loss(model, tuple(p.to(device) for p in case_of(setup).batch(0, rank))).backward()
+        fullshard.clip_grad_norm_(model.parameters(), 0.5)
+        seen.check()
+    groups = _data_groups(model)
+    assert groups and not nccl.failures()
+    kinds = [f"{one.purpose}: {type(one.group._get_backend(device)).__name__}" for one in groups]
+    sent = Counter({name: count for name, count in seen.operators.items() if "-" in name})
+    return kinds, sent, nccl.library().launches() - launches, nccl.library().devices()[before:]
+
+
+# What `messages` finds, whatever the name of the user's backend is.
+MESSAGES = (
+    ["data: ProcessGroupNCCL", "small: ProcessGroupNCCL"],
+    Counter({"all-gather": 9, "reduce-scatter": 5, "all-reduce": 2}),
+    16,
+    [0, 0],
+)
+
+
+def named(rank: int) -> str:
+    """Messages as over "nccl"."""
+    found = messages(rank)
+    return "" if found == MESSAGES else f"found {found}, expected {MESSAGES}"
+
+
+def elsewhere(rank: int) -> str:
+    """The user's group is on device 3 of each rank, the model on device 0; further groups of fullshard too."""
+    world = dist.group.WORLD
+    assert world is not None
+    os.environ["LOCAL_RANK"] = "3"
+    world.bound_device_id = None
+    theirs = dist.new_group(list(range(4)))
+    assert isinstance(theirs, dist.ProcessGroup) and theirs.bound_device_id == torch.device("simulated", 3)
+    # As torch leaves the default group.
+    world.bound_device_id = torch.device("simulated", 0)
+    before = len(nccl.library().devices())
+    assert nccl.library().devices()[before - 1] == 3
+    mesh = DeviceMesh.from_group(theirs, "simulated", mesh_dim_names=("unlike any other",))
+    case, device = case_of(Setup()), torch.device("simulated", 0)
+    with simulated.watched() as seen:
+        model: Any = case.build().to(device)
+        for name in case.units:
+            fullshard.fully_shard(model.get_submodule(name), mesh=mesh, reshard_after_forward=2)
+        fullshard.fully_shard(model, mesh=mesh)
+        model.set_separate_reduce_scatter_group()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(2):
+            case.loss(model, tuple(p.to(device) for p in case.batch(step, rank))).backward()
+            fullshard.clip_grad_norm_(model.parameters(), 1e9)
+            optimizer.step()
+            optimizer.zero_grad()
+        seen.check()
+    made = nccl.library().devices()[before:]
+    plain = reference_of_steps(2)
+    for name, parameter in model.named_parameters():
+        parts = torch.chunk(plain[name], 4)
+        expected = parts[rank] if rank < len(parts) else plain[name][:0]
+        assert_close_to_tensor_max(local_of(parameter).cpu(), expected, 12, name)
+    if set(made) - {0}:
+        return f"communicators were made on the devices {made}"
+    # Shards, blocks, reductions, small messages: one communicator each, and none that no message uses.
+    expected_count = len(_data_groups(model))
+    return "" if len(made) == expected_count else f"{len(made)} communicators for {expected_count} data groups"
 
 
 def _opened(device: str = "simulated", purpose: str = "data") -> tuple[Scope, DataGroup]:
@@ -137,8 +213,6 @@ def dies_connecting(rank: int) -> str:
 
 def refused(rank: int) -> str:
     """An error of making a communicator is raised by the message that needs it: two ranks on one device."""
-    import os
-
     os.environ["NCCL_HOSTID"] = "the same"
     _, data = _opened()
     try:
@@ -257,8 +331,8 @@ def breaks(rank: int, late: bool) -> str:
         told = ""
         if not late:
             for group in _data_groups(model):
-                options: Any = group.group._get_backend(group.device)
-                options._set_default_timeout(timedelta(milliseconds=300))
+                own: Any = group.group._get_backend(group.device)
+                own.options._timeout = timedelta(milliseconds=300)
         with nccl.failing("reduce-scatter") if late else nccl.held("reduce-scatter"):
             try:
                 _step(model, optimizer, rank, 1)

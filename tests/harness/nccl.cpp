@@ -7,6 +7,9 @@
 //                   Operators run at once here, so it also returns no earlier than the message ran or was aborted
 //   watchdog        one thread: the group's time limit, errors that arrive late, the abort after them
 //
+// The same groups in the shape of `ProcessGroupNCCL2`, which torch 2.15 makes for "nccl" (struct Nccl2), and of
+// `ProcessGroupNCCLLazy`, which is one for all that is not point to point.
+//
 // What is recorded on streams reaches the clocks through simulated.cpp. Everything that NCCL refuses is refused.
 #include <c10/core/Event.h>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
@@ -55,9 +58,11 @@ struct Control {
   std::set<std::string> held, failing;
   // `lazily`: names of the groups whose communicator a message made.
   std::vector<std::string> failures, lazily;
+  // Indices of the devices for which this process made communicators, in that order.
+  std::vector<int> devices;
   bool premultiplies = true, notices_peers = false, stays_connecting = false, is_over = false, ends_process = false;
   std::vector<MessagePtr> dropped;  // messages that were aborted; their memory is freed outside of the lock
-  int latest = 60, made = 0, splits = 0, unclosed = 0, queued = 0;
+  int latest = 60, made = 0, splits = 0, unclosed = 0, queued = 0, launches = 0;
   py::object* frames = nullptr;
 };
 Control& control() {
@@ -363,6 +368,8 @@ void Comm::abort(const std::string& why) {
 struct Nccl;
 struct NcclWork final : Work {
   MessagePtr message;
+  // Of an `Nccl2`: a wait after an abort raises.
+  bool tells_of_aborts = false;
   // As on NCCL: inputs and outputs are held until a stream waits, outputs for as long as the work is.
   Tensors stash, outputs;
   c10::Device device;
@@ -404,9 +411,11 @@ struct NcclOptions : Backend::Options {
   Config config;
   c10::intrusive_ptr<Backend> split_from;
   int split_color = -2;
+  // Of `Nccl2`: the communicator is made by the first message, though the device is known.
+  bool lazy_init = false;
 };
 
-struct Nccl final : Backend {
+struct Nccl : Backend {
   c10::intrusive_ptr<c10d::Store> store_;
   c10::intrusive_ptr<NcclOptions> options_;
   std::map<int, std::shared_ptr<Comm>> comms_;
@@ -423,8 +432,8 @@ struct Nccl final : Backend {
   Nccl(c10::intrusive_ptr<c10d::Store> store, int rank, int size, c10::intrusive_ptr<NcclOptions> options)
       : Backend(rank, size), store_(std::move(store)), options_(std::move(options)) {}
   ~Nccl() override;
-  static c10::intrusive_ptr<Nccl> make(c10::intrusive_ptr<c10d::Store> store, int rank, int size,
-                                       c10::intrusive_ptr<NcclOptions> options);
+  template <typename T>
+  static c10::intrusive_ptr<T> make(c10::intrusive_ptr<T> made);
 
   const std::string getBackendName() const override { return "nccl"; }
   c10::intrusive_ptr<Backend::Options> getBackendOptions() override { return options_; }
@@ -439,6 +448,13 @@ struct Nccl final : Backend {
   }
   void eagerConnectSingleDevice(at::Device device) override { comm(device, true); }
   void performNocolorSplit(at::Device device) { split_of(*comm(device, true), -1); }
+  // What differs in `Nccl2`.
+  virtual void of_device(c10::Device) {}
+  virtual bool is_second() const { return false; }
+  virtual c10::intrusive_ptr<Nccl> child(c10::intrusive_ptr<c10d::Store> store, int rank, int size,
+                                         c10::intrusive_ptr<NcclOptions> options) {
+    return make(c10::make_intrusive<Nccl>(std::move(store), rank, size, std::move(options)));
+  }
   c10::intrusive_ptr<Backend> split(const c10::intrusive_ptr<c10d::Store>& store, const std::vector<int>& ranks,
                                     const c10::intrusive_ptr<Backend::Options>& given) override {
     TORCH_CHECK(!comms_.empty(), "NCCL: a group can be split once it has a communicator");
@@ -453,12 +469,18 @@ struct Nccl final : Backend {
     made->split_from = c10::intrusive_ptr<Backend>::unsafe_reclaim_from_nonowning(this);
     made->split_color = 0;
     for (int r : ranks) made->split_color = (made->split_color * 31 + r + 1) & 0xFFFFFF;
-    auto group = Nccl::make(store, found - ranks.begin(), ranks.size(), made);
+    auto group = child(store, found - ranks.begin(), ranks.size(), made);
     group->eagerConnectSingleDevice(device);
     return group;
   }
 
-  void abort() override { end("abort() was called", true); }
+  void abort() override {
+    if (is_second()) {  // told before the messages end, so that those under way report it
+      std::lock_guard<std::mutex> hold(control().lock);
+      error_ = c10d::ErrorType::COMM_ERROR;
+    }
+    end("abort() was called", true);
+  }
   void shutdown() override { end("shutdown() was called", false); }
   void end(const std::string& why, bool now) {
     {
@@ -481,6 +503,7 @@ struct Nccl final : Backend {
   // ---- communicators ----
   std::shared_ptr<Comm> comm(c10::Device device, bool asked) {
     TORCH_CHECK(device.type() == kDevice, "Tensors must be CUDA and dense, found a device of type ", device.type());
+    of_device(device);
     {
       std::lock_guard<std::mutex> hold(control().lock);
       auto found = comms_.find(device.index());
@@ -514,6 +537,7 @@ struct Nccl final : Backend {
     if (error) std::rethrow_exception(error);
     std::lock_guard<std::mutex> hold(control().lock);
     comms_[device.index()] = made;
+    control().devices.push_back(device.index());
     ++control().made;
     if (!asked) control().lazily.push_back(options_->group_name);
     made->thread = std::thread([at = made.get()] { at->run(); });
@@ -633,6 +657,7 @@ struct Nccl final : Backend {
     launch(one, message);
     auto work = c10::make_intrusive<NcclWork>(rank_, type, message, stash, outputs, device);
     work->blocks = blocks;
+    work->tells_of_aborts = is_second();
     return work;
   }
   void launch(const std::shared_ptr<Comm>& one, const MessagePtr& message) {
@@ -664,7 +689,7 @@ struct Nccl final : Backend {
     message->may_run = !message->held && message->after == 0;
     one->queue.push_back(message);
     watched_.push_back(message);
-    ++c.queued;
+    ++c.queued, ++c.launches;
     c.changed.notify_all();
   }
 
@@ -684,6 +709,22 @@ struct Nccl final : Backend {
   }
 
   // ---- calls ----
+  // Several messages: one launch, or, of an `Nccl2`, one after the other, and the last one's work is that of all.
+  template <typename Call>
+  c10::intrusive_ptr<Work> each(Tensors& out, Tensors& in, Call call) {
+    if (!is_second()) return call(out, in);
+    c10::intrusive_ptr<Work> last;
+    Tensors stash, outputs;
+    for (size_t i = 0; i < out.size(); i++) {
+      last = call(Tensors{out[i]}, Tensors{in[i]});
+      auto* work = static_cast<NcclWork*>(last.get());
+      stash.insert(stash.end(), work->stash.begin(), work->stash.end());
+      outputs.insert(outputs.end(), work->outputs.begin(), work->outputs.end());
+    }
+    auto* work = static_cast<NcclWork*>(last.get());
+    work->stash = std::move(stash), work->outputs = std::move(outputs);
+    return last;
+  }
   c10::intrusive_ptr<Work> gathers(Tensors outputs, Tensors inputs, c10d::OpType type) {
     check(inputs), check(outputs);
     TORCH_CHECK(inputs.size() == outputs.size(), "expected as many outputs as inputs");
@@ -714,13 +755,13 @@ struct Nccl final : Backend {
     return gathers({out}, {in}, c10d::OpType::_ALLGATHER_BASE);
   }
   c10::intrusive_ptr<Work> allgather_into_tensor_coalesced(Tensors& out, Tensors& in, const c10d::AllgatherOptions&) override {
-    return gathers(out, in, c10d::OpType::COALESCED);
+    return each(out, in, [&](Tensors o, Tensors i) { return gathers(std::move(o), std::move(i), c10d::OpType::COALESCED); });
   }
   c10::intrusive_ptr<Work> _reduce_scatter_base(at::Tensor& out, at::Tensor& in, const c10d::ReduceScatterOptions& o) override {
     return scatters({out}, {in}, o.reduceOp, c10d::OpType::_REDUCE_SCATTER_BASE);
   }
   c10::intrusive_ptr<Work> reduce_scatter_tensor_coalesced(Tensors& out, Tensors& in, const c10d::ReduceScatterOptions& o) override {
-    return scatters(out, in, o.reduceOp, c10d::OpType::COALESCED);
+    return each(out, in, [&](Tensors to, Tensors from) { return scatters(std::move(to), std::move(from), o.reduceOp, c10d::OpType::COALESCED); });
   }
   c10::intrusive_ptr<Work> allreduces(Tensors tensors, c10d::ReduceOp op, bool blocks = false) {
     check(tensors);
@@ -734,7 +775,7 @@ struct Nccl final : Backend {
     return allreduces(tensors, o.reduceOp);
   }
   c10::intrusive_ptr<Work> allreduce_coalesced(Tensors& tensors, const c10d::AllreduceCoalescedOptions& o) override {
-    return allreduces(tensors, o.reduceOp);
+    return each(tensors, tensors, [&](Tensors to, Tensors) { return allreduces(std::move(to), o.reduceOp); });
   }
   c10::intrusive_ptr<Work> barrier(const c10d::BarrierOptions&) override {
     auto* guard = c10::impl::getDeviceGuardImpl(kDevice);
@@ -799,6 +840,48 @@ struct Nccl final : Backend {
   }
 };
 
+// ---- the NCCL of torch 2.15 ----
+// Bound to one device, and connected when it is bound. What registers it with a group binds it: to the group's device,
+// or, of a group without one, to that of its rank in the default group (so it connects, on whatever device that is).
+struct Nccl2 : Nccl {
+  using Nccl::Nccl;
+  static constexpr int kDevices = 8;
+  std::optional<c10::Device> bound_;
+
+  const std::string getBackendName() const override { return "nccl2"; }
+  bool is_second() const override { return true; }
+  bool supportsSplitting() const override { return !options_->lazy_init || !comms_.empty(); }
+  c10::intrusive_ptr<Nccl> child(c10::intrusive_ptr<c10d::Store> store, int rank, int size,
+                                 c10::intrusive_ptr<NcclOptions> options) override {
+    return make(c10::make_intrusive<Nccl2>(std::move(store), rank, size, std::move(options)));
+  }
+  void bind(std::optional<c10::Device> device) {
+    if (!device && !bound_) {
+      auto& ranks = options_->global_ranks_in_group;
+      auto rank = static_cast<size_t>(rank_) < ranks.size() ? static_cast<int>(ranks[rank_]) : rank_;
+      device = c10::Device(kDevice, static_cast<c10::DeviceIndex>(rank % kDevices));
+    }
+    if (!device) return;
+    of_device(*device);
+    bound_ = device;
+    if (!options_->lazy_init) comm(*device, true);
+  }
+  void of_device(c10::Device device) override {
+    TORCH_CHECK(!bound_ || *bound_ == device, "ProcessGroupNCCL is bound to device ", bound_->str(),
+                " but an operation was issued on ", device.str());
+  }
+  void eagerConnectSingleDevice(at::Device device) override { bind(device); }
+  // Up to 2.13 torch has no virtual call of the registration itself; this one comes right after it.
+  void setGroupUid(const std::string& uid) override {
+    Backend::setGroupUid(uid);
+    bind(getBoundDeviceId());
+  }
+};
+struct NcclLazy final : Nccl2 {
+  using Nccl2::Nccl2;
+  const std::string getBackendName() const override { return "nccl-lazy"; }
+};
+
 // ---- all groups: operators that ran, the watchdog, the end of a job ----
 struct All {
   std::mutex lock;
@@ -856,7 +939,8 @@ void watch() {
         std::erase_if(group->watched_, [](const auto& message) { return message->over; });
       }
       if (!signals) continue;
-      try {
+      // Other ranks' watchdogs look at this key, but not those of `Nccl2`.
+      if (!group->is_second()) try {
         group->store_->set("exception_dump", std::vector<uint8_t>(1, '1'));
       } catch (const std::exception& error) {
         fails(std::string("the watchdog called the store: ") + error.what());
@@ -868,16 +952,19 @@ void watch() {
   }
 }
 
-c10::intrusive_ptr<Nccl> Nccl::make(c10::intrusive_ptr<c10d::Store> store, int rank, int size,
-                                    c10::intrusive_ptr<NcclOptions> options) {
-  auto made = c10::make_intrusive<Nccl>(std::move(store), rank, size, std::move(options));
+template <typename T>
+c10::intrusive_ptr<T> Nccl::make(c10::intrusive_ptr<T> made) {
   std::lock_guard<std::mutex> hold(all().lock);
-  all().groups.emplace(made.get(), c10::weak_intrusive_ptr<Nccl>(made));
+  all().groups.emplace(made.get(), c10::weak_intrusive_ptr<Nccl>(c10::intrusive_ptr<Nccl>(made)));
   if (!all().is_watched) std::thread(watch).detach();
   all().is_watched = true;
   return made;
 }
 Nccl::~Nccl() {
+  // Python frees a group of torch, by its count or as garbage, with the interpreter's lock, and the communicator's thread
+  // may be waiting for that lock to tell of memory that it frees: neither would continue.
+  std::optional<py::gil_scoped_release> release;
+  if (Py_IsInitialized() && PyGILState_Check()) release.emplace();
   {
     std::lock_guard<std::mutex> hold(all().lock);
     all().groups.erase(this);
@@ -887,6 +974,8 @@ Nccl::~Nccl() {
     ++control().unclosed;
   }
   end("the group was destroyed", true);
+  // What the communicators hold goes with them, whoever has the lock.
+  release.reset();
 }
 
 bool NcclWork::wait(milliseconds timeout) {
@@ -896,6 +985,7 @@ bool NcclWork::wait(milliseconds timeout) {
   {
     std::lock_guard<std::mutex> hold(c.lock);
     if (message->error) std::rethrow_exception(message->error);
+    TORCH_CHECK_WITH(DistBackendError, !(tells_of_aborts && message->aborted), "NCCL operation failed");
     recorded = message->recorded;
   }
   if (!recorded) return true;  // of a block that is open
@@ -963,17 +1053,41 @@ PYBIND11_MODULE(simulated_nccl, m) {
       .def_property("split_from", [](const NcclOptions& o) { return o.split_from; },
                     [](NcclOptions& o, c10::intrusive_ptr<Backend> from) { o.split_from = std::move(from); })
       .def_readwrite("split_color", &NcclOptions::split_color)
+      .def_readwrite("lazy_init", &NcclOptions::lazy_init)
       .def_readwrite("global_ranks_in_group", &NcclOptions::global_ranks_in_group)
       .def_readwrite("group_name", &NcclOptions::group_name)
       .def("__deepcopy__", [](const NcclOptions& o, const py::dict&) { return c10::make_intrusive<NcclOptions>(o); });
   group
       .def(py::init([](const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, c10::intrusive_ptr<NcclOptions> options) {
-             return Nccl::make(store, rank, size, std::move(options));
+             return Nccl::make(c10::make_intrusive<Nccl>(store, rank, size, std::move(options)));
            }), py::arg("store"), py::arg("rank"), py::arg("size"), py::arg("options"), py::call_guard<py::gil_scoped_release>())
       .def("get_error", &Nccl::getError, py::call_guard<py::gil_scoped_release>())
       .def("_set_default_timeout", &Nccl::setTimeout, py::call_guard<py::gil_scoped_release>())
       .def_property_readonly("options", [](Nccl& g) { return g.options_; })
       .def("perform_nocolor_split", &Nccl::performNocolorSplit, py::call_guard<py::gil_scoped_release>());
+
+  auto second = [&m, &group](auto* of, const char* name) {
+    using Kind = std::remove_pointer_t<decltype(of)>;
+    py::class_<Kind, Holder<Kind>, Backend> made(m, name);
+    made.attr("Options") = group.attr("Options");
+    made.def(py::init([](const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, c10::intrusive_ptr<NcclOptions> options,
+                         std::optional<c10::Device> device) {
+              auto one = Nccl::make(c10::make_intrusive<Kind>(store, rank, size, std::move(options)));
+              if (device) one->bind(device);
+              return one;
+            }), py::arg("store"), py::arg("rank"), py::arg("size"), py::arg("options"), py::arg("device_id") = py::none(),
+            py::call_guard<py::gil_scoped_release>())
+        .def("get_error", [](Kind& g) { return g.getError(); }, py::call_guard<py::gil_scoped_release>())
+        .def_property_readonly("options", [](Kind& g) { return g.options_; })
+        .def("perform_nocolor_split", [](Kind& g, c10::Device device) { g.performNocolorSplit(device); },
+             py::call_guard<py::gil_scoped_release>())
+        // torch calls it from C++ (`ProcessGroup.split_group`) or by `Backend.split`, which Python does not have everywhere.
+        .def("split", [](Kind& g, const c10::intrusive_ptr<c10d::Store>& store, const std::vector<int>& ranks,
+                         c10::intrusive_ptr<NcclOptions> options) { return g.split(store, ranks, options); },
+             py::call_guard<py::gil_scoped_release>());
+  };
+  second(static_cast<Nccl2*>(nullptr), "ProcessGroupNCCL2");
+  second(static_cast<NcclLazy*>(nullptr), "ProcessGroupNCCLLazy");
 
   auto flag = [&m](const char* name, bool Control::*at) {
     m.def(name, [at](bool value) {
@@ -994,6 +1108,7 @@ PYBIND11_MODULE(simulated_nccl, m) {
   };
   count("made", &Control::made);
   count("splits", &Control::splits);
+  count("launches", &Control::launches);
   count("unclosed", &Control::unclosed);
   m.def("failures", [] {
     std::lock_guard<std::mutex> hold(control().lock);
@@ -1003,6 +1118,10 @@ PYBIND11_MODULE(simulated_nccl, m) {
     std::lock_guard<std::mutex> hold(control().lock);
     return control().lazily;
   });
+  m.def("devices", [] {
+    std::lock_guard<std::mutex> hold(control().lock);
+    return control().devices;
+  });
   m.def("begin", [](int seed, py::object frames) {
     std::lock_guard<std::mutex> hold(control().lock);
     auto& c = control();
@@ -1010,8 +1129,8 @@ PYBIND11_MODULE(simulated_nccl, m) {
     c.failures.clear(), c.held.clear(), c.failing.clear();
     c.is_over = c.notices_peers = c.stays_connecting = c.ends_process = false;
     c.premultiplies = true;
-    c.lazily.clear();
-    c.made = c.splits = c.unclosed = 0;
+    c.lazily.clear(), c.devices.clear();
+    c.made = c.splits = c.unclosed = c.launches = 0;
     if (!c.frames) c.frames = new py::object(std::move(frames));
   });
   m.def("hold", [](std::vector<std::string> kinds) {

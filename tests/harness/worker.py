@@ -45,8 +45,8 @@ class Job:
     group_timeout: float
     seed: int
     warning_filters: list[Any]
-    # "gloo"; "nccl", beside gloo for the host, or "simulated:nccl", without: then this process has the device
-    # "simulated" from now on (tests/harness/nccl.py).
+    # "gloo"; "nccl" or another name of NCCL, beside gloo for the host, or "simulated:nccl", without: then this process
+    # has the device "simulated" from now on (tests/harness/nccl.py).
     backend: str = "gloo"
 
 
@@ -134,12 +134,14 @@ def _run(job: Job) -> Any:
     torch.manual_seed(job.seed)
     with warnings.catch_warnings():
         warnings.filters[:] = job.warning_filters  # the same strictness as in the test that asked
-        backend, on_device = job.backend, job.backend.endswith("nccl")
+        backend, on_device = job.backend, "nccl" in job.backend
         if on_device:
             from tests.harness import nccl
 
             nccl.register(job.seed)
-            backend = nccl.BOTH if backend == nccl.BACKEND else backend
+            backend = backend if ":" in backend else nccl.backends_of(backend)
+            # The device of these programs, on each rank.
+            os.environ["LOCAL_RANK"] = "0"
         if job.rendezvous is not None:
             # Ranks ask each other through the store, and one in a file is read every ten milliseconds.
             met: dict[str, Any] = {"init_method": f"file://{job.rendezvous}"}

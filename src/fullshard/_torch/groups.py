@@ -88,8 +88,7 @@ def same_group(
     made._set_group_name(name)
     if backend == "nccl":
         # Otherwise its first message would connect: a wait for the other ranks that nobody expects there.
-        index = torch.accelerator.current_device_index() if device.index is None else device.index
-        own.eager_connect_single_device(torch.device(device.type, index))
+        own.eager_connect_single_device(_indexed(device))
     return made  # type: ignore[no-any-return]
 
 
@@ -121,22 +120,57 @@ def _own(value: Any) -> Any:
     return made
 
 
-def new_group(ranks: Sequence[int], backend: str | None, purpose: str | None = None) -> ProcessGroup:
-    """A torch process group with `ranks`, this one included, which these ranks alone make.
+def new_group(
+    ranks: Sequence[int], like: ProcessGroup, device: torch.device, backend: str | None, purpose: str | None = None
+) -> ProcessGroup:
+    """A torch process group with `ranks`, this one included, which these ranks alone make. It has no communicator until
+    a message needs one.
+
+    `like`: the group beside which it is made; `backend`: that of `like`, None for the default group's.
 
     Where the default group is bound to a device, torch would make the communicator at once, as a split of the default
-    group: a collective over all ranks of that, and memory that no message uses. So it is not bound meanwhile. The NCCL
-    of torch 2.15 makes one at once nevertheless, of `ranks` alone (docs/devices.md, The NCCL of torch 2.15).
+    group: a collective over all ranks of that, and memory that no message uses. So it is not bound meanwhile.
     """
     default = dist.group.WORLD
     assert default is not None
     bound, default.bound_device_id = default.bound_device_id, None
     try:
-        made = dist.new_group(list(ranks), backend=backend, use_local_synchronization=True, group_desc=purpose)
+        made = dist.new_group(
+            list(ranks),
+            backend=backend,
+            use_local_synchronization=True,
+            group_desc=purpose,
+            **_bound_later(like, device),
+        )
     finally:
         default.bound_device_id = bound
     assert isinstance(made, ProcessGroup)
     return made
+
+
+def _bound_later(like: ProcessGroup, device: torch.device) -> dict[str, Any]:
+    """What tells a group beside `like` to be of `device`, and to connect at its first message.
+
+    From torch 2.15 on the NCCL of "nccl" connects where it is bound, and torch binds a group without a device to that
+    of LOCAL_RANK or of the rank: another rank's, where a program counts devices otherwise. Others need nothing."""
+    there: Any = like._get_backend(device) if device.type in {one.type for one in like._device_types} else None
+    while hasattr(there, "wrapped_pg"):  # TORCH_DISTRIBUTED_DEBUG=DETAIL
+        there = there.wrapped_pg
+    kinds = tuple(getattr(distributed_c10d, name) for name in _SECOND if hasattr(distributed_c10d, name))
+    if not isinstance(there, kinds) or not hasattr(there.options, "lazy_init"):
+        return {}
+    options = type(there.options)()
+    options.lazy_init = True
+    return {"device_id": _indexed(device), "pg_options": options}
+
+
+# The classes of torch 2.15.
+_SECOND = ("ProcessGroupNCCL2", "ProcessGroupNCCLLazy")
+
+
+def _indexed(device: torch.device) -> torch.device:
+    """`device` with its index: the current one if it has none."""
+    return device if device.index is not None else torch.device(device.type, torch.accelerator.current_device_index())
 
 
 class NcclWatchdog(NamedTuple):

@@ -76,8 +76,8 @@ MEAN = dist.ReduceOp.AVG
 
 
 class ShardGroup:
-    """A process group and its collectives. `backend` is that of `device`: "gloo", "nccl", "fake", "threaded" ...; of a
-    group that torch does not know, such as a data group's, the caller says it."""
+    """A process group and its collectives. `backend` is that of `device`: "gloo", "nccl" (by whatever name torch has
+    for it), "fake", "threaded" ...; of a group that torch does not know, such as a data group's, the caller says it."""
 
     def __init__(self, process_group: dist.ProcessGroup, device: torch.device, backend: str | None = None) -> None:
         # The mesh's process group, or one made for a purpose.
@@ -194,7 +194,8 @@ class ShardGroup:
     def some(self, ranks: Sequence[int], purpose: str) -> ShardGroup:
         """A group of `ranks` of the default group, this one included, with its own communicator. Collective over
         `ranks`."""
-        return ShardGroup(new_group(ranks, other_backend(self.origin), purpose), self.device)
+        made = new_group(ranks, self.origin, self.device, other_backend(self.origin), purpose)
+        return ShardGroup(made, self.device)
 
 
 def _carried(tensor: Tensor) -> Tensor:
@@ -364,11 +365,17 @@ def other_backend(process_group: dist.ProcessGroup) -> str | None:
     return None if config == str(dist.get_backend_config(dist.group.WORLD)) else config
 
 
+# Torch's names for NCCL: `ProcessGroupNCCL` or `ProcessGroupNCCL2`, by torch's version (docs/devices.md). Messages over
+# each are the same, because the data groups are.
+_NCCL_NAMES = ("nccl", "nccl2", "nccl-lazy", "nccl-legacy")
+
+
 def _backend_name(process_group: dist.ProcessGroup, device: torch.device) -> str:
     # A group may have one backend per device ("cpu:gloo,cuda:nccl"): take that of `device`.
     config = str(dist.get_backend_config(process_group))
     names = dict(part.split(":", 1) for part in config.split(",") if ":" in part)
-    return names.get(device.type, config).replace(":", "_")
+    name = names.get(device.type, config).replace(":", "_")
+    return "nccl" if name in _NCCL_NAMES else name
 
 
 # ---- blocks ----------------------------------------------------------------------------------------------------------
@@ -393,11 +400,11 @@ def block_of(mesh: DeviceMesh, degree: int, device: torch.device) -> Block:
     known = _made.setdefault(shard, {})
     blocks = known.get(key)
     if blocks is None:
-        blocks = known[key] = _make(mesh.device_type, ranks, shard)
+        blocks = known[key] = _make(mesh.device_type, device, ranks, shard)
     return Block(blocks, ShardGroup(blocks.get_group(1), device))
 
 
-def _make(device_type: str, ranks: torch.Tensor, like: dist.ProcessGroup) -> DeviceMesh:
+def _make(device_type: str, device: torch.device, ranks: torch.Tensor, like: dist.ProcessGroup) -> DeviceMesh:
     # Making groups waits for all ranks: ask first, so that missing ranks are named.
     scope = scope_of(tuple(sorted(ranks.flatten().tolist())))
     degree = ranks.size(1)
@@ -406,5 +413,6 @@ def _make(device_type: str, ranks: torch.Tensor, like: dist.ProcessGroup) -> Dev
         ask(scope, f"fully_shard(..., reshard_after_forward={degree})", "")
     row, column = (ranks == dist.get_rank()).nonzero()[0].tolist()
     # Only members take part, so a mesh over some ranks (a pipeline stage) does not involve the others.
-    groups = [new_group(members.tolist(), other_backend(like)) for members in (ranks[:, column], ranks[row])]
+    backend = other_backend(like)
+    groups = [new_group(members.tolist(), like, device, backend) for members in (ranks[:, column], ranks[row])]
     return DeviceMesh.from_group(groups, device_type, mesh=ranks, mesh_dim_names=("block", "rank_in_block"))

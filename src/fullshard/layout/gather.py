@@ -167,7 +167,7 @@ def direct_indices(
     require_int("itemsize", itemsize, 1, "use layout.itemsize(dtype)")
     if direct_threshold_nbytes is not None:
         require_int("direct_threshold_nbytes", direct_threshold_nbytes, 0, "0 gathers everything directly")
-    if not backend.isidentifier():
+    if not backend or any(sign in backend for sign in ":, "):
         raise ValueError(
             f"backend: expected the name of one backend such as 'gloo' or 'nccl', found {backend!r}; "
             f"give the backend of the device that holds the parameters"
