@@ -13,8 +13,7 @@ from pathlib import Path
 from fullshard.migrate.code import arguments
 from fullshard.migrate.code.arguments import Row
 from fullshard.migrate.levels import LEVELS
-from fullshard.migrate.settings.conversion import FORMATS
-from fullshard.migrate.settings.rules import ANY, GIVEN, KINDS, Case, Format
+from fullshard.migrate.settings.table import GIVEN, INSIDE, KINDS, ROWS, TRAIN, Case
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGES = (DOCS / "migration.md", *sorted((DOCS / "how-to").glob("*.md")))
@@ -37,7 +36,27 @@ def tables() -> dict[str, str]:
         "calls": _rows(arguments.CALLS),
         "seed-004": _table(("feature of seed 004", "here", "setting of a config"), SEED_004),
     }
-    return found | {each.name: _format(each) for each in FORMATS}
+    return found | {name: _vocabularies(parts) for name, parts in PAGES_OF_KEYS.items()}
+
+
+# The vocabularies of each table of keys, each with the prefix that its keys have on the page.
+PAGES_OF_KEYS: dict[str, tuple[tuple[str, str], ...]] = {
+    "accelerate": (
+        ("", "accelerate"),
+        *(("fsdp_config.fsdp_", name) for name in ("plugin", "plugin-v1", "plugin-v2")),
+        ("parallelism_config.parallelism_config_", "parallelism"),
+        ("deepspeed_config.", "accelerate-zero"),
+        ("dynamo_config.dynamo_", "compile"),
+        ("fp8_config.", "float8"),
+    ),
+    "hf": (("", "trainer"), ("fsdp_config.", "plugin-trainer")),
+    "axolotl": (("", "axolotl"),),
+    "llamafactory": (("", "llamafactory"), ("", "v1"), ("dist_config.", "v1-dist")),
+    "composer": (("fsdp.", "composer"), ("", "composer-run")),
+    "foundry": (("", "foundry"),),
+    "torchtitan": (("", "torchtitan"), ("compile.", "compile"), ("float8.", "float8")),
+    "deepspeed": (("", "zero"),),
+}
 
 
 # Seed 004's tables, row by row: what Composer's users find here.
@@ -168,28 +187,32 @@ def _levels() -> str:
     return _table(("FSDP1", "DeepSpeed", "shard degree", "replicate degree", "reshard_after_forward", "note"), rows)
 
 
-def _format(format: Format) -> str:
-    """One line a case; keys that are dropped for one reason share a line."""
-    rows: list[list[str]] = []
-    last: tuple[str, str] | None = None
-    for rule in format.rules:
-        for case in rule.cases:
-            key = _code(rule.key)
-            if case.when == ANY and not case.settings:
-                if last == (case.verdict, case.reason):
-                    rows[-1][0] += f", {key}"
-                    continue
-                last = case.verdict, case.reason
-            else:
-                last = None
-            rows.append([key, _when(case), case.verdict, _settings(case), case.reason])
+def _vocabularies(parts: Sequence[tuple[str, str]]) -> str:
+    """One line a case, by subject, with all the keys that are about it."""
+    keys: dict[str, list[str]] = {}
+    for prefix, vocabulary in parts:
+        for inner, name in (("", vocabulary), *INSIDE.get(vocabulary, ())):
+            for row in ROWS.get(name, ()):
+                versions = f" ({row.versions})" if row.versions else ""
+                spelled = [_code(f"{prefix}{inner}{key}") for key in row.names]
+                keys.setdefault(row.subject.name, []).append(" or ".join(spelled) + versions)
+    subjects = {row.subject.name: row.subject for rows in ROWS.values() for row in rows}
+    rows = [
+        (", ".join(keys[name]), _when(case), case.verdict, _settings(case), case.reason)
+        for name in keys
+        for case in subjects[name].cases
+    ]
     return _table(("key", "value", "verdict", "here", "why"), rows)
 
 
 def _when(case: Case) -> str:
-    if case.when in tuple(KINDS):
-        return KINDS[case.when]
-    return _code(str(case.when).lower() if isinstance(case.when, bool) or case.when is None else str(case.when) or '""')
+    return " or ".join(_value(when) for when in case.when)
+
+
+def _value(when: object) -> str:
+    if isinstance(when, str) and when in KINDS:
+        return KINDS[when]
+    return _code(str(when).lower() if isinstance(when, bool) else str(when) or '""')
 
 
 def _settings(case: Case) -> str:
@@ -197,6 +220,7 @@ def _settings(case: Case) -> str:
     parts = [
         f"{key} = {'the value' if v == GIVEN else shown.get(v, v) if isinstance(v, bool) else v}"
         for key, v in case.settings.items()
+        if not key.startswith(TRAIN)
     ]
     return ", ".join(map(_code, parts))
 

@@ -23,20 +23,18 @@ from tests.harness.verified import _record, compare
 CLAIMS: dict[str, tuple[str, list[str]]] = {
     "accelerate": (
         "zero2+bf16+pure",
-        """distributed_type fsdp_config.fsdp_auto_wrap_policy fsdp_config.fsdp_cpu_ram_efficient_loading
-        fsdp_config.fsdp_offload_params fsdp_config.fsdp_sharding_strategy fsdp_config.fsdp_state_dict_type
-        fsdp_config.fsdp_sync_module_states fsdp_config.fsdp_transformer_layer_cls_to_wrap""".split(),
+        """distributed_type fsdp_config.fsdp_offload_params fsdp_config.fsdp_sharding_strategy
+        fsdp_config.fsdp_state_dict_type fsdp_config.fsdp_transformer_layer_cls_to_wrap""".split(),
     ),
     "hf": ("zero3", "transformer_layer_cls_to_wrap sync_module_states state_dict_type".split()),
     "composer": (
         "zero3+bf16",
-        """fsdp.auto_wrap fsdp.sharding_strategy fsdp.mixed_precision fsdp.activation_checkpointing
-        fsdp.activation_checkpointing_reentrant fsdp.state_dict_type fsdp.data_parallel_shard_degree precision
-        device_train_microbatch_size""".split(),
+        """fsdp.auto_wrap fsdp.sharding_strategy fsdp.mixed_precision fsdp.activation_checkpointing_reentrant
+        fsdp.state_dict_type fsdp.data_parallel_shard_degree device_train_microbatch_size""".split(),
     ),
     "foundry": (
         "zero3+bf16+pure",
-        """fsdp_config.auto_wrap fsdp_config.state_dict_type model.init_device device_train_microbatch_size precision
+        """fsdp_config.auto_wrap fsdp_config.state_dict_type model.init_device device_train_microbatch_size
         fsdp_config.sharding_strategy fsdp_config.mixed_precision fsdp_config.activation_checkpointing
         fsdp_config.activation_checkpointing_reentrant fsdp_config.activation_cpu_offload""".split(),
     ),
@@ -44,8 +42,7 @@ CLAIMS: dict[str, tuple[str, list[str]]] = {
         "zero3+bf16",
         """training.mixed_precision_param training.mixed_precision_reduce parallelism.data_parallel_replicate_degree
         parallelism.data_parallel_shard_degree parallelism.fsdp_reshard_after_forward
-        parallelism.tensor_parallel_degree activation_checkpoint.mode
-        activation_checkpoint.selective_ac_option""".split(),
+        parallelism.tensor_parallel_degree activation_checkpoint.selective_ac_option""".split(),
     ),
     "deepspeed": (
         "zero2+bf16+pure",

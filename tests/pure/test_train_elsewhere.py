@@ -54,6 +54,8 @@ ROWS: dict[str, tuple[dict[str, Any], list[str], dict[str, Any]]] = {
     ),
     "output": ({"output_dtype": "float32"}, [EXACT], {"precision.output": "float32"}),
     "inputs": ({"cast_forward_inputs": False}, [DROPPED], {}),
+    "masters in float32": ({"precision": {"master": "float32"}}, [DROPPED], {}),
+    "masters in bfloat16": ({"precision": {"master": "bfloat16"}}, [LOSSY], {}),
     "norms in float32": (
         {"precision": {"mode": "DEFAULT", "keep_float32": ["*Norm"]}},
         [EXACT, EXACT, LOSSY],
@@ -127,12 +129,18 @@ TAKEN: dict[str, dict[str, Any]] = {
         "training.recompute": "block",
         "training.micro_batch": 2,
     },
-    "foundry": {"precision.param": "bfloat16", "precision.reduce": "bfloat16", "training.micro_batch": 2},
+    "foundry": {
+        "precision.param": "bfloat16",
+        "precision.reduce": "bfloat16",
+        "training.micro_batch": 2,
+        "optimizer.lr": 6e-4,
+    },
     "torchtitan": {
         "precision.param": "bfloat16",
         "precision.reduce": "float32",
         "training.recompute": "block",
         "training.recompute_every": 2,
+        "optimizer.lr": 8e-4,
     },
     "deepspeed": {
         "parallelism.reshard_after_forward": "never",
@@ -177,6 +185,41 @@ def test_the_file_of_the_trainer_and_set_go_beside_it(here: Path, capsys: pytest
     assert 'precision.reduce = "float64": own.toml and --from contradict each other, where it is "float32"' in (
         capsys.readouterr().err
     )
+
+
+ENGINE = """{"zero_optimization": {"stage": 2}, "train_micro_batch_size_per_gpu": 2,
+ "optimizer": {"type": "AdamW", "params": {"lr": 2e-5, "betas": [0.8, 0.99], "weight_decay": 0.05}},
+ "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 2e-5, "warmup_num_steps": 50, "warmup_type": "linear"}}}"""
+
+
+def test_the_trainer_takes_the_optimizer_of_deepspeed_s_file(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (here / "ds.json").write_text(ENGINE)
+    assert main(["train", "--from", "ds.json", "--print-config"]) == 0
+    (here / "own.toml").write_text(capsys.readouterr().out)
+    keys = load_config(here / "own.toml").optimizer
+    assert (keys.lr, keys.beta1, keys.beta2, keys.weight_decay, keys.eps) == (2e-5, 0.8, 0.99, 0.05, 1e-8)
+    assert (keys.warmup_steps, keys.min_lr_ratio) == (50, 1.0)
+    # What the trainer does in another way is lost, and is said.
+    (here / "ds.json").write_text(ENGINE.replace(', "warmup_type": "linear"', ""))
+    assert main(["train", "--from", "ds.json", "--print-config"]) == 1
+    said = capsys.readouterr()
+    assert "its warm-up is linear" in said.out and "--accept-lossy scheduler" in said.err
+    (here / "ds.json").write_text(ENGINE.replace('"type": "AdamW"', '"type": "Lion"'))
+    assert main(["train", "--from", "ds.json", "--print-config"]) == 1
+    said = capsys.readouterr()
+    assert "its optimizer is AdamW" in said.out and "--accept-lossy optimizer" in said.err
+
+
+def test_the_trainer_takes_what_a_loop_sets(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (here / "a.yaml").write_text(
+        "output_dir: out\nfsdp: full_shard\nlearning_rate: 5e-6\nmax_grad_norm: 0.3\nwarmup_steps: 7\nlogging_steps: 1\n"
+    )
+    assert main(["train", "--from", "a.yaml", "--print-config"]) == 0
+    said = capsys.readouterr().out
+    assert "# a.yaml: dropped: output_dir, logging_steps: not about sharding" in said
+    (here / "own.toml").write_text(said)
+    config = load_config(here / "own.toml")
+    assert (config.optimizer.lr, config.training.clip_norm, config.optimizer.warmup_steps) == (5e-6, 0.3, 7)
 
 
 def test_the_trainer_does_what_deepspeed_s_engine_does(here: Path, capsys: pytest.CaptureFixture[str]) -> None:

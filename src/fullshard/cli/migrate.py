@@ -19,15 +19,18 @@ examples:
   fullshard migrate ds_config.json --accept-lossy zero_optimization.zero_quantized_weights
   fullshard migrate --prove accelerate.yaml --program verify_me:program
 
-Configurations: Accelerate YAML, the Trainer's fsdp_config JSON, Composer and LLM Foundry YAML, torchtitan TOML,
-DeepSpeed ZeRO JSON.
+Configurations: Accelerate YAML; TrainingArguments of the Trainer, or its fsdp_config; axolotl, LLaMA-Factory and TRL
+YAML; Composer and LLM Foundry YAML; torchtitan TOML; DeepSpeed ZeRO JSON, also where one of these names it.
 
 exit codes: 0 everything means the same or is equivalent; 1 something is lost or has to be changed manually (unless
 --accept-lossy names it); 2 the input cannot be read, and nothing was written
 """
 
 
-FORMATS = ("accelerate", "hf", "composer", "foundry", "torchtitan", "deepspeed")
+FORMATS = (
+    *("accelerate", "hf", "axolotl", "llamafactory", "llamafactory-v1", "trl"),
+    *("composer", "foundry", "torchtitan", "deepspeed"),
+)
 
 
 def add_command(commands: Any) -> None:

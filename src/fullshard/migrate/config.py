@@ -110,6 +110,13 @@ class PrecisionKeys:
         spellings=("output_dtype",),
     )
     cast_inputs: bool = setting(True, "cast inputs of units to the compute dtype", spellings=("cast_forward_inputs",))
+    master: str = setting(
+        DEFAULT,
+        'dtype of the trainable parameters between steps, which the optimizer updates; "default" = as the model is '
+        "built. Frozen and ignored ones keep theirs",
+        choices=(DEFAULT, *_DTYPES),
+        spellings=("master_dtype", "master_weights"),
+    )
     keep_float32: tuple[str, ...] = setting(
         ("BatchNorm",),
         "names of classes whose modules compute in the dtype of their parameters, derived classes included; `*` stands "

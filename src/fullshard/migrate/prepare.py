@@ -172,12 +172,15 @@ def prepare_fully_shard(
     ignored = _ignored(tree, config.wrap.ignored)
     _refuse_strangers(model, optimizers)
     mesh = _mesh(config, mesh)
+    masters = _masters(model, config.precision.master, ignored)
     arguments = {plan.name: _arguments(plan, config, overrides[plan.name], mesh, ignored) for plan in plans}
-    kept = _kept(tree, plans, arguments, config.precision.keep_float32)
+    kept = _kept(tree, plans, arguments, config.precision.keep_float32, masters)
     for plan in plans:
         arguments[plan.name] |= _policy_that_keeps(arguments[plan.name]["mp_policy"], kept[plan.name])
     source = source_of(model, config.initialisation, mesh)
 
+    for parameter, dtype in masters.items():  # the same objects, so that ties and optimizers keep them
+        parameter.data = parameter.data.to(dtype)
     checkpointed = _checkpoint(model, tree, plans, config)
     units = {tree.modules[name] for plan in plans for name in plan.modules}
     for plan in plans:
@@ -268,6 +271,14 @@ def _ignored(tree: Tree, patterns: Iterable[str]) -> set[nn.Parameter]:
     return found
 
 
+def _masters(model: nn.Module, master: str, ignored: set[nn.Parameter]) -> dict[nn.Parameter, torch.dtype]:
+    """The parameters that get the dtype `master`: trainable ones that are sharded."""
+    if master == DEFAULT:
+        return {}
+    sharded = (p for p in model.parameters() if p not in ignored)
+    return {p: getattr(torch, master) for p in sharded if p.requires_grad and p.is_floating_point()}
+
+
 def _overrides_by_unit(
     tree: Tree, plans: Iterable[UnitPlan], overrides: Iterable[Override]
 ) -> dict[str, list[Override]]:
@@ -323,7 +334,11 @@ def _arguments(
 
 
 def _kept(
-    tree: Tree, plans: Iterable[UnitPlan], arguments: Mapping[str, Mapping[str, Any]], names: Iterable[str]
+    tree: Tree,
+    plans: Iterable[UnitPlan],
+    arguments: Mapping[str, Mapping[str, Any]],
+    names: Iterable[str],
+    masters: Mapping[nn.Parameter, torch.dtype],
 ) -> dict[str, list[nn.Module]]:
     """Of each unit the modules below it that compute in the dtype of their parameters, where the unit would cast these.
     Raises `ValueError` for a name of no class of the model."""
@@ -342,7 +357,8 @@ def _kept(
         found[plan.name] = [
             module
             for module in below
-            if module in chosen and any(_is_cast(p, compute) for p in module.parameters(recurse=False))
+            if module in chosen
+            and any(_is_cast(p, masters.get(p, p.dtype), compute) for p in module.parameters(recurse=False))
         ]
     return found
 
@@ -358,8 +374,8 @@ def _kept_names(tree: Tree, plans: Iterable[UnitPlan], kept: Mapping[str, list[n
     return tuple(name for module, name in tree.names.items() if module in kept[inner[module]])
 
 
-def _is_cast(parameter: nn.Parameter, compute: torch.dtype | None) -> bool:
-    return compute is not None and parameter.is_floating_point() and parameter.dtype != compute
+def _is_cast(parameter: nn.Parameter, dtype: torch.dtype, compute: torch.dtype | None) -> bool:
+    return compute is not None and parameter.is_floating_point() and dtype != compute
 
 
 def _policy_that_keeps(policy: Any, modules: list[nn.Module]) -> dict[str, Any]:

@@ -30,8 +30,8 @@ examples:
   fullshard train my.toml --nproc 4                your own configuration on four processes
   fullshard train --set training.steps=50 --set data.corpus=path:book.txt
   fullshard train --print-config > my.toml         every key, its value and its meaning
-  fullshard train --from accelerate.yaml           sharded as this says: Accelerate, HF, Composer, LLM Foundry,
-                                                   torchtitan, DeepSpeed; says first what became of each key
+  fullshard train --from accelerate.yaml           sharded as this says: Accelerate, HF, axolotl, TRL, Composer,
+                                                   LLM Foundry, torchtitan, DeepSpeed; says first what became of keys
   fullshard train --resume runs/20260102-030405    continue from the newest checkpoint of a run
   torchrun --nproc-per-node 2 -m fullshard train   the same under torchrun
   fullshard generate runs/20260102-030405 --prompt "The "

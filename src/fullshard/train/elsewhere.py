@@ -13,8 +13,7 @@ from typing import Any, NamedTuple
 
 from fullshard.keys import show
 from fullshard.migrate import ShardingConfig, read_config
-from fullshard.migrate.settings.conversion import Conversion, convert_file
-from fullshard.migrate.settings.rules import MICRO
+from fullshard.migrate.settings.conversion import MICRO, OTHERS, Conversion, convert_file
 from fullshard.migrate.verdict import DROPPED, EQUIVALENT, EXACT, LOSSY, Finding, Place
 
 _RESHARD = {True: "always", False: "never"}
@@ -50,19 +49,26 @@ def take(path: Path) -> Taken:
 def _trained(converted: Conversion) -> list[Finding]:
     """The findings, where the trainer has settings for what `fullshard migrate` leaves to the program."""
     found = []
-    for each in converted.findings:
-        new = converted.trains.get(each.key)
+    batch = any("training.global_batch" in new for new in converted.trains.values())
+    for each in (*converted.loop.values(), *converted.findings):
+        new, difference = converted.trains.get(each.key), converted.differences.get(each.key)
         if new:
             setting = ", ".join(f"{name} = {show(value)}" for name, value in new.items())
-            each = replace(each, verdict=EXACT, reason="the trainer does it", setting=setting)
-        elif each.key == "gradient_accumulation_steps" and {"train_batch_size", MICRO} <= {
-            *converted.trains,
-            *converted.settings,
-        }:
+            reason = f"the trainer does it; {difference}" if difference else "the trainer does it"
+            each = replace(each, verdict=LOSSY if difference else EXACT, reason=reason, setting=setting)
+        elif difference:
+            each = replace(each, reason=f"the trainer has its own: {difference}")
+        elif each.key == "gradient_accumulation_steps" and batch and MICRO in converted.settings:
             each = replace(each, verdict=EXACT, reason="by training.global_batch and training.micro_batch")
-        elif each.key == "gradient_accumulation_steps" and each.verdict == LOSSY:
+        elif each.key.endswith("gradient_accumulation_steps") and each.verdict == LOSSY:
             reason = "training.global_batch is this x micro-batch x processes: give train_batch_size"
             each = replace(each, reason=reason)
+        elif each.reason == OTHERS:
+            taken = {key for key in converted.loop if converted.trains.get(key)}
+            key = ", ".join(name for name in each.key.split(", ") if name not in taken)
+            each = replace(each, key=key, reason="not about sharding: the trainer has its own settings for it")
+            if not key:
+                continue
         found.append(each)
     return found
 
@@ -123,6 +129,10 @@ def _precision(config: ShardingConfig) -> Iterator[_Row]:
             yield _Row(key, dtype, LOSSY, {}, f"{reason}: without it, that of the parameters, float32")
         elif dtype is not None:
             yield _Row(key, dtype, EXACT, {key: known[dtype]}, "the same")
+    if config.precision.master not in ("default", "float32"):
+        yield _Row("precision.master", config.precision.master, LOSSY, {}, "the trainer's parameters are float32")
+    elif config.precision.master == "float32":
+        yield _Row("precision.master", "float32", DROPPED, {}, "the trainer's parameters are float32")
     if not config.precision.cast_inputs:
         reason = "tokens are whole numbers, and blocks get what was computed in the same dtype"
         yield _Row("precision.cast_inputs", False, DROPPED, {}, reason)

@@ -1,9 +1,9 @@
 """`fullshard migrate CONFIG`: configurations of other libraries, key by key. No torch.
 
-rules        what a row of a table is
-hugging      tables of Accelerate and of the Trainer's fsdp_config
-composer     tables of Composer and LLM Foundry
-titan        table of torchtitan
-deepspeed    table of DeepSpeed's ZeRO
-conversion   which table a file is in, its findings, and the ShardingConfig that they make
+rows.toml    the table: subjects, their cases, and the keys of each library
+table        loads it
+formats      which library a file is of
+entries      the keys of a file, and of those that it names, with their rows
+optimizers   what DeepSpeed builds from its file
+conversion   findings for each key, and the ShardingConfig that they make
 """
