@@ -30,11 +30,11 @@ CLAIMS: dict[str, tuple[str, list[str]]] = {
     "composer": (
         "zero3+bf16",
         """fsdp.auto_wrap fsdp.sharding_strategy fsdp.mixed_precision fsdp.activation_checkpointing_reentrant
-        fsdp.state_dict_type fsdp.data_parallel_shard_degree device_train_microbatch_size""".split(),
+        fsdp.state_dict_type fsdp.data_parallel_shard_degree precision device_train_microbatch_size""".split(),
     ),
     "foundry": (
         "zero3+bf16+pure",
-        """fsdp_config.auto_wrap fsdp_config.state_dict_type model.init_device device_train_microbatch_size
+        """fsdp_config.auto_wrap fsdp_config.state_dict_type model.init_device device_train_microbatch_size precision
         fsdp_config.sharding_strategy fsdp_config.mixed_precision fsdp_config.activation_checkpointing
         fsdp_config.activation_checkpointing_reentrant fsdp_config.activation_cpu_offload""".split(),
     ),

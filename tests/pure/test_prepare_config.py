@@ -33,6 +33,7 @@ CHANGED: dict[str, tuple[Any, dict[str, Any]]] = {
     "precision.reduce": ("float64", {}),
     "precision.output": ("float32", {}),
     "precision.cast_inputs": (False, {}),
+    "precision.master": ("float32", {}),
     "precision.keep_float32": (["LayerNorm"], {"mode": "DEFAULT"}),
     "initialisation.source": ("mixed", {}),
     "initialisation.path": ("weights", {"source": "pretrained"}),

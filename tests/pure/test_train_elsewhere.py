@@ -189,7 +189,8 @@ def test_the_file_of_the_trainer_and_set_go_beside_it(here: Path, capsys: pytest
 
 ENGINE = """{"zero_optimization": {"stage": 2}, "train_micro_batch_size_per_gpu": 2,
  "optimizer": {"type": "AdamW", "params": {"lr": 2e-5, "betas": [0.8, 0.99], "weight_decay": 0.05}},
- "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 2e-5, "warmup_num_steps": 50, "warmup_type": "linear"}}}"""
+ "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 2e-5, "warmup_num_steps": 50,
+  "warmup_type": "linear"}}}"""
 
 
 def test_the_trainer_takes_the_optimizer_of_deepspeed_s_file(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -200,7 +201,7 @@ def test_the_trainer_takes_the_optimizer_of_deepspeed_s_file(here: Path, capsys:
     assert (keys.lr, keys.beta1, keys.beta2, keys.weight_decay, keys.eps) == (2e-5, 0.8, 0.99, 0.05, 1e-8)
     assert (keys.warmup_steps, keys.min_lr_ratio) == (50, 1.0)
     # What the trainer does in another way is lost, and is said.
-    (here / "ds.json").write_text(ENGINE.replace(', "warmup_type": "linear"', ""))
+    (here / "ds.json").write_text(ENGINE.replace(',\n  "warmup_type": "linear"', ""))
     assert main(["train", "--from", "ds.json", "--print-config"]) == 1
     said = capsys.readouterr()
     assert "its warm-up is linear" in said.out and "--accept-lossy scheduler" in said.err
@@ -212,7 +213,8 @@ def test_the_trainer_takes_the_optimizer_of_deepspeed_s_file(here: Path, capsys:
 
 def test_the_trainer_takes_what_a_loop_sets(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (here / "a.yaml").write_text(
-        "output_dir: out\nfsdp: full_shard\nlearning_rate: 5e-6\nmax_grad_norm: 0.3\nwarmup_steps: 7\nlogging_steps: 1\n"
+        "output_dir: out\nfsdp: full_shard\nlearning_rate: 5e-6\nmax_grad_norm: 0.3\nwarmup_steps: 7\n"
+        "logging_steps: 1\n"
     )
     assert main(["train", "--from", "a.yaml", "--print-config"]) == 0
     said = capsys.readouterr().out

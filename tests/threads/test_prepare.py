@@ -104,6 +104,52 @@ def precision_of(rank: int, precision: Any) -> list[Any]:
     return [row.compute, row.reduce, out.dtype, seen[0]]
 
 
+def trained_with_masters(rank: int, case: Case, how: str, source: str) -> tuple[dict[str, Any], dict[str, torch.dtype]]:
+    """A model in bfloat16, a part of it frozen: `how` its trainable parameters become float32, and where values are."""
+    model = case.build().bfloat16()
+    frozen = next(name for name, p in model.named_parameters() if "norm" in name or name.endswith("bias"))
+    model.get_parameter(frozen).requires_grad_(False)
+    if how == "as Accelerate":  # before it shards
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.data = parameter.data.to(torch.float32)
+    if source == "mixed" and rank:
+        model.to_empty(device="meta")
+    optimizer = adamw((p for p in model.parameters() if p.requires_grad), watched=False)
+    precision = {"mode": "PURE", "master": "float32" if how == "by the setting" else "default"}
+    config = {"precision": precision, "initialisation": {"source": source}}
+    prepare_fully_shard(model, optimizer, config, show=False)
+    for step in range(STEPS):
+        case.loss(model, case.batch(step, rank)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    found = {name: p.full_tensor().detach().clone() for name, p in model.named_parameters()}  # type: ignore[attr-defined]
+    state = {f"state.{n}.{k}": v for n, (p, s) in enumerate(optimizer.state.items()) for k, v in s.items() if v.dim()}
+    found |= {key: value.full_tensor() for key, value in state.items()}
+    dtypes = {name: p.dtype for name, p in model.named_parameters()}
+    assert dtypes.pop(frozen) == torch.bfloat16 and {*dtypes.values()} == {p.dtype for p in optimizer.state}
+    return found, dtypes
+
+
+@pytest.mark.parametrize(
+    ("case", "source"), [(CASE, "auto"), (CASE, "mixed"), (TIED, "auto")], ids=lambda each: getattr(each, "name", each)
+)
+def test_masters_in_float32_of_a_model_in_bfloat16(case: Case, source: str) -> None:
+    """Parameters and optimizer state are those of converting trainable parameters before they are sharded, as
+    Accelerate does under mixed precision, and not those of masters in bfloat16."""
+    for (found, dtypes), (expected, _), (low, lower) in zip(
+        *(run_ranks(WORLD, trained_with_masters, case, how, s) for how, s in _ways(source)), strict=True
+    ):
+        assert {*dtypes.values()} == {torch.float32} and {*lower.values()} == {torch.bfloat16}
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[key], expected[key]) for key in expected)
+        assert any(not torch.equal(found[key].bfloat16(), low[key].bfloat16()) for key in low)
+
+
+def _ways(source: str) -> list[tuple[str, str]]:
+    return [("by the setting", source), ("as Accelerate", "auto"), ("not at all", "auto")]
+
+
 @pytest.mark.parametrize(
     ("precision", "compute", "reduce", "output"),
     [

@@ -209,12 +209,15 @@ class _Converter:
         name, has = row.subject.name, self.reader.has
         if name == "fsdp":
             return not has("fsdp_config") and not has("deepspeed")
-        if name in ("bf16", "v1_bf16"):
+        if name == "v1_bf16":
+            return not any(r.entry.value == "deepspeed" for r in self._given("plugin_of_v1"))
+        if name == "bf16":
             return not has("fp16") and not has("bfloat16") and not has("float16")
         if row.vocabulary == "accelerate-zero":
             return self._is_deepspeed() and not has("deepspeed_config.deepspeed_config_file")
         if name == "stage":
-            return self.format.name == "deepspeed" or has(prefix.removesuffix(".zero_optimization."))
+            outer = prefix.removesuffix("zero_optimization.")
+            return self.format.name == "deepspeed" or any(key.startswith(outer) for key in self.reader.keys)
         if name == "policy" and "wrap.classes" in self.settings:
             return False
         if row.vocabulary.startswith("plugin"):

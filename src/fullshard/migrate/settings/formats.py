@@ -38,7 +38,10 @@ def _score(each: Format, table: Mapping[str, Any]) -> int:
     if each.name in ("composer", "hf"):  # also the table itself, without a block around it
         own = ("composer",) if each.name == "composer" else ("plugin", "plugin-v1", "plugin-v2")
         known |= {f"{p}{key}" for name in own for row in ROWS[name] for key in row.names for p in ("", "fsdp_")}
-    score = 10 * len(keys & set(each.signs)) + len(keys & known)
+    signs = set(each.signs)
+    if each.name in ("trl", "llamafactory") and len(keys & signs) > 1:  # the Trainer's keys, and own ones
+        signs |= set(FORMATS["hf"].signs)
+    score = 10 * len(keys & signs) + len(keys & known)
     if any(key in table and not isinstance(table[key], Mapping | None) for key in _TABLES.get(each.name, ())):
         score -= 20 if "parallelism_config" not in table and not set(table) <= {"fsdp", "fsdp2"} else 0
     if any(isinstance(table.get(key), Mapping | list) for key in _NO_TABLES.get(each.name, ())):

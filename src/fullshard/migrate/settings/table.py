@@ -30,6 +30,8 @@ KINDS = {
 }
 GIVEN = "<given>"  # in the new settings: the old value
 TRAIN = "train."  # before settings of the trainer
+_DTYPES = {"bf16": "bfloat16", "bfp16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+_DTYPES |= {name: name for name in ("bfloat16", "float16", "float32")}
 RANKS = {"yields": 0, "": 1, "forces": 2, "decides": 3}
 
 
@@ -139,6 +141,8 @@ def given(value: Any, name: str) -> Any:
         return [part.strip() for part in value.split(",") if part.strip()]
     if name == "wrap.ignored" and isinstance(value, str):
         return names_of(value)
+    if name.startswith("precision."):
+        return _DTYPES.get(str(value).removeprefix("torch."), value)
     if _reads_as(int, value):
         return int(value)
     return float(value) if name.startswith(TRAIN) and _reads_as(float, value) else value
