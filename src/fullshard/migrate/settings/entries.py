@@ -204,9 +204,11 @@ class Reader:
 
 
 def _is_misspelled(name: str, known: str) -> bool:
-    """Whether one or two letters make `known` of `name`, by insertion, deletion or replacement."""
+    """Whether one or two letters make `known` of `name`, by insertion, deletion or replacement; another number is
+    another name."""
     most = 1 if len(known) < 8 else 2
-    if abs(len(name) - len(known)) > most or name[:1] != known[:1]:
+    same = re.sub(r"\d", "", name) == re.sub(r"\d", "", known)
+    if same or abs(len(name) - len(known)) > most or name[:1] != known[:1]:
         return False
     row = list(range(len(known) + 1))
     for i, letter in enumerate(name, 1):

@@ -25,10 +25,13 @@ def built(key: str, table: Mapping[str, Any]) -> Built:
     given = {each: value for each, value in params.items() if value not in ("auto", None)}
     if not name or (params and not given):
         return Built("", {})
-    return _optimizer(name, given) if key == "optimizer" else _scheduler(name, given)
+    outer = [each for each, value in params.items() if value == "auto"]
+    found = _optimizer(name, given, outer) if key == "optimizer" else _scheduler(name, given)
+    more = f", with {' and '.join(outer)} of the outer configuration" if outer else ""
+    return found._replace(line=found.line + more)
 
 
-def _optimizer(name: str, given: dict[str, Any]) -> Built:
+def _optimizer(name: str, given: dict[str, Any], outer: list[str]) -> Built:
     own = _OWN.get(name.lower())
     if own == "AdamW" and given.get("adam_w_mode") is False:
         own = "Adam"
@@ -36,12 +39,12 @@ def _optimizer(name: str, given: dict[str, Any]) -> Built:
         arguments = ", ".join(f"{each}={value!r}" for each, value in given.items() if each != "adam_w_mode")
         built_by = f"torch.optim.{own}" if own else f"your {name}"
         return Built(f"{built_by}(model.parameters(), {arguments})", {}, "its optimizer is AdamW")
-    values = {each: _number(given.get(each, default)) for each, default in _ADAM.items()}
-    values["betas"] = tuple(values["betas"])
+    values = {each: _number(given.get(each, default)) for each, default in _ADAM.items() if each not in outer}
+    trains = {f"optimizer.{each}": value for each, value in values.items() if each != "betas"}
+    if "betas" in values:
+        values["betas"] = tuple(values["betas"])
+        trains |= {"optimizer.beta1": values["betas"][0], "optimizer.beta2": values["betas"][1]}
     arguments = ", ".join(f"{each}={value!r}" for each, value in values.items())
-    keys = {"lr": values["lr"], "beta1": values["betas"][0], "beta2": values["betas"][1]}
-    keys |= {"eps": values["eps"], "weight_decay": values["weight_decay"]}
-    trains = {f"optimizer.{each}": value for each, value in keys.items()}
     return Built(f"torch.optim.AdamW(model.parameters(), {arguments})", trains)
 
 
