@@ -13,7 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from ..verdict import DROPPED, EXACT
+from ..verdict import DROPPED, EXACT, UNSUPPORTED
 
 # Values that a case may be for, beside literal ones. A pattern is a regular expression of names alone (`names_of`).
 ANY, WHOLE, NUMBER, TEXT, NAMES, TABLE = "<any>", "<whole number>", "<number>", "<text>", "<names>", "<table>"
@@ -182,9 +182,14 @@ def _subject(name: str, table: Mapping[str, Any]) -> Subject:
 
 
 def _short(tables: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """What is written short: keys that are dropped, by the reason, and those of a loop, by the trainer's key."""
+    """What is written short: keys that are dropped or refused, by the reason, switches, and those of a loop, by the
+    trainer's key."""
     for reason, keys in tables["drop"].items():
         yield reason, {"cases": [[ANY, DROPPED, {}, reason]], "keys": keys}
+    for reason, keys in tables["refuse"].items():
+        yield reason, {"cases": [[ANY, UNSUPPORTED, {}, reason]], "keys": keys}
+    for name, (*on, keys) in tables["switch"].items():
+        yield name, {"on": on, "keys": keys}
     for key, keys in tables["loop"].items():
         kind = WHOLE if key.endswith("_steps") else NUMBER
         cases = [[kind, DROPPED, {TRAIN[:-1]: {key: GIVEN}}, _LOOP], [ANY, DROPPED, {}, _LOOP]]
