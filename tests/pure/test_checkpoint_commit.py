@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from fullshard.checkpoint.directory import Saving, read_current
-from fullshard.checkpoint.errors import CheckpointBusy, CheckpointDamaged, CheckpointNotFound
+from fullshard.checkpoint.errors import CheckpointBusy, CheckpointDamaged, CheckpointError, CheckpointNotFound
 from fullshard.checkpoint.files import Folder
 from fullshard.checkpoint.manifest import Manifest, to_bytes
 
@@ -148,3 +148,114 @@ def test_a_directory_says_what_it_has_instead(tmp_path: Path) -> None:
     Saving.begin(str(tmp_path), A)._folder.close()
     with Folder.open(str(tmp_path)) as folder, pytest.raises(CheckpointNotFound, match="found only an unfinished save"):
         read_current(folder)
+
+
+def files_open() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def test_a_save_that_fails_at_its_beginning_leaves_nothing_open_or_locked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(tmp_path, A)
+    before = files_open()
+    with monkeypatch.context() as refusing:
+        refusing.setattr(Folder, "make_folder", lambda self, name: (_ for _ in ()).throw(OSError(28, "injected")))
+        with pytest.raises(OSError, match="injected"):
+            Saving.begin(str(tmp_path), B)
+    assert files_open() == before
+    save(tmp_path, B)
+    assert current(tmp_path) == B and files_open() == before
+
+
+def test_what_a_killed_save_left_is_in_nobodys_way(tmp_path: Path) -> None:
+    save(tmp_path, A)
+    killed = Saving.begin(str(tmp_path), B)
+    (tmp_path / ".CURRENT.next").write_text("half of it")
+    os.close(killed._folder.fd)
+    os.close(killed._lock)  # type: ignore[arg-type]
+    (tmp_path / "generations").mkdir()
+    (tmp_path / ".saving-mine").mkdir()
+    save(tmp_path, "c" * 32)
+    assert sorted(os.listdir(tmp_path)) == [".saving-mine", "CURRENT", "LOCK", f"g000002-{'c' * 32}", "generations"]
+
+
+def test_a_save_that_failed_takes_its_files_and_gives_the_lock_back(tmp_path: Path) -> None:
+    save(tmp_path, A)
+    saving = Saving.begin(str(tmp_path), B)
+    with Folder.open(str(tmp_path)) as folder, folder.sub(saving.name) as inner:
+        inner.write("data-00000.safetensors", b"1")
+    saving.end()
+    assert sorted(os.listdir(tmp_path)) == ["CURRENT", "LOCK", f"g000001-{A}"]
+    Saving.begin(str(tmp_path), B).end()
+
+
+def test_a_removal_that_is_interrupted_leaves_no_generation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The manifest goes first, whatever the names of the other files."""
+    save(tmp_path, A)
+    (tmp_path / f"g000001-{A}" / "data-00000.safetensors").write_bytes(b"1")
+    trace = Trace(monkeypatch)
+    save(tmp_path, B)
+    removed = [done for done in trace.done if done.startswith("unlink ") and "CURRENT" not in done]
+    assert removed == ["unlink manifest.json", "unlink data-00000.safetensors"]
+
+
+def test_a_generation_is_sure_before_older_ones_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pointer may be that of a commit whose last sync failed."""
+    save(tmp_path, A)
+    trace = Trace(monkeypatch)
+    saving = Saving.begin(str(tmp_path), B)
+    assert trace.done == [f"fsync {tmp_path.name}", f"mkdir .saving-{B}", f"fsync {tmp_path.name}"]
+    saving.end()
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        lambda raw: raw.replace(b'"generation"', b' "generation"'),
+        lambda raw: raw.replace(b"g000001", b"g000009"),
+        lambda raw: raw.replace(b"g000001-" + A.encode(), b"g000001-" + B.encode()),
+        lambda raw: raw.replace(A.encode() + b'", "manifest', B.encode() + b'", "manifest'),
+        lambda raw: raw.replace(b"g000001-" + A.encode(), b"../elsewhere"),
+        lambda raw: raw.replace(b'sha256": "', b'sha256": "0'),
+    ],
+)
+def test_a_pointer_is_what_a_save_writes_byte_for_byte(tmp_path: Path, edit: Any) -> None:
+    save(tmp_path, A)
+    pointer = tmp_path / "CURRENT"
+    raw = pointer.read_bytes()
+    assert edit(raw) != raw
+    pointer.write_bytes(edit(raw))
+    with pytest.raises(CheckpointDamaged):
+        current(tmp_path)
+
+
+def test_the_manifest_of_another_save_is_not_read(tmp_path: Path) -> None:
+    """Whatever its digest is said to be."""
+    import hashlib
+    import json
+
+    save(tmp_path, A)
+    other = manifest(B)
+    (tmp_path / f"g000001-{A}" / "manifest.json").write_bytes(other)
+    with pytest.raises(CheckpointDamaged, match="expected the digest in CURRENT"):
+        current(tmp_path)
+    pointer = json.loads((tmp_path / "CURRENT").read_text())
+    pointer["manifest_sha256"] = hashlib.sha256(other).hexdigest()
+    (tmp_path / "CURRENT").write_text(json.dumps(pointer) + "\n")
+    with pytest.raises(CheckpointDamaged, match=f"expected save {A}, found {B}"):
+        current(tmp_path)
+
+
+def test_a_generation_that_is_gone_is_damage(tmp_path: Path) -> None:
+    save(tmp_path, A)
+    (tmp_path / f"g000001-{A}" / "manifest.json").unlink()
+    with pytest.raises(CheckpointDamaged, match="expected the manifest that CURRENT names, found none"):
+        current(tmp_path)
+
+
+def test_a_file_that_another_rank_wrote_and_this_one_does_not_see(tmp_path: Path) -> None:
+    saving = Saving.begin(str(tmp_path), A)
+    with pytest.raises(CheckpointError, match="the directory must be one that all ranks share"):
+        saving.sizes(["data-00001.safetensors"])
+    saving.end()

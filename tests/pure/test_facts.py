@@ -35,6 +35,17 @@ def test_each_of_these_has_a_digest_of_its_own() -> None:
     assert all(digest % 2 == 0 and 0 <= digest < 1 << 64 for digest in digests)
 
 
+def test_calls_of_other_names_with_equal_facts_are_others() -> None:
+    assert ledger(Deed("a", STEP.facts)).seal().digest != ledger(Deed("b", STEP.facts)).seal().digest
+
+
+def test_steps_of_several_optimizers_may_come_in_any_order() -> None:
+    """Each has its own parameters. What comes between them is compared at its place."""
+    other = Deed("optimizer.step", (LR._replace(value="0.2"),))
+    assert ledger(STEP, other).seal() == ledger(other, STEP).seal()
+    assert ledger(STEP, CLIP, other).seal() != ledger(other, CLIP, STEP).seal()
+
+
 def test_equal_ledgers_have_equal_digests_step_after_step() -> None:
     """Whatever the order in which facts came to stand."""
     one, two = ledger(standing=(FACTOR, LR)), ledger(standing=(LR, FACTOR))
@@ -52,8 +63,27 @@ def test_what_was_done_before_a_comparison_is_not_in_the_next_one() -> None:
     used.seal()
     assert used.seal() == fresh.seal()
     used.do(STEP)
+    used.share("0,1", [LR])
     used.forget()
     assert used.seal() == fresh.seal()
+
+
+def test_a_setting_that_changed_is_in_the_next_comparison() -> None:
+    used = ledger(STEP, standing=(FACTOR,))
+    before = used.seal()
+    used.do(STEP)
+    assert used.seal() is before, "of a steady step nothing is put together"
+    used.do(STEP)
+    used.stand(FACTOR._replace(value="divide factor=1.0"))
+    after = used.seal()
+    assert after.digest != before.digest
+    used.do(Deed("optimizer.step", (LR._replace(value="0.2"),)))
+    assert used.seal().digest not in (before.digest, after.digest)
+
+
+def test_a_fact_that_some_ranks_do_not_have() -> None:
+    for ledgers in ((ledger(STEP), ledger(STEP, standing=(FACTOR,))), (ledger(STEP, standing=(FACTOR,)), ledger(STEP))):
+        assert first(*ledgers).startswith("settings of root: expected the same on every rank, found")
 
 
 def test_many_deeds_are_kept_short_and_differ_where_any_did() -> None:
@@ -96,6 +126,12 @@ def test_replicas_are_compared_among_each_other() -> None:
     (found,) = differences({rank: each.text for rank, each in enumerate(sealed)})
     assert found.values == (("b", (1,)), ("c", (3,)))
     assert made[0].seal().shared == 0
+    made[0].do(STEP)
+    made[1].share("1,3", [])
+    made[1].do(STEP)
+    assert made[0].seal().shared == 0 and made[1].seal().shared != 0
+    made[1].do(STEP)
+    assert made[1].seal().shared == 0, "of the same calls without replicas"
 
 
 def test_equal_ledgers_have_no_difference() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import pickle
 from dataclasses import replace
 from typing import Any
 
@@ -129,6 +130,14 @@ def test_faults_travel_as_text() -> None:
     assert isinstance(fault("disagree").error(), RanksDisagree)
 
 
+def test_errors_go_from_process_to_process() -> None:
+    """As a launcher's queue sends them, with all that they say."""
+    failed = pickle.loads(pickle.dumps(PeerFailed("it failed", rank=3, step=7, unit="the gather", text="why")))
+    assert (str(failed), failed.rank, failed.step, failed.unit, failed.text) == ("it failed", 3, 7, "the gather", "why")
+    other = pickle.loads(pickle.dumps(RanksDisagree("they differ", what="order", by_rank={0: "a", 1: "b"})))
+    assert (str(other), other.what, other.by_rank) == ("they differ", "order", {0: "a", 1: "b"})
+
+
 # ---- records -----------------------------------------------------------------------------------------------------
 
 
@@ -154,7 +163,7 @@ def test_mail_is_found_by_the_next_record(store: Any) -> None:
     for one in (a, b, c):
         assert one.post('{"n": 1}') == []
         one.join("m")
-    assert a.joined() == {0, 1, 2}
+    assert a.joined() == {0, 1, 2} and a.is_one_machine()
     a.tell([0, 1, 2], ["x", "y"])
     assert a.of([0, 1, 2])[1] == '{"mail":["x", "y"]}'
     assert a.of([0])[0] == '{"n": 1}'  # nobody tells himself
@@ -165,6 +174,20 @@ def test_mail_is_found_by_the_next_record(store: Any) -> None:
     c.tell([1], ["second"])
     assert b.post('{"n": 4}') == ["second"]
     assert a.of([1])[1] == '{"n": 4}'
+
+
+def test_ranks_of_several_machines_are_known(store: Any) -> None:
+    a, b = Records(store, store, 0), Records(store, store, 1)
+    a.join("m")
+    assert a.is_one_machine()
+    b.join("n")
+    assert not a.is_one_machine() and not b.is_one_machine()
+
+
+def test_each_rank_gets_what_is_meant_for_it(store: Any) -> None:
+    a, b, c = (Records(store, store, rank) for rank in range(3))
+    a.tell([1, 2], ["for all"], {2: ["for one"]})
+    assert (b.post("{}"), c.post("{}")) == (["for all"], ["for one"])
 
 
 def test_mail_that_comes_while_mail_is_read(store: Any) -> None:

@@ -242,8 +242,22 @@ def test_a_program_that_changes_for_good_asks_in_one_step() -> None:
     compared, asked = step(after)
     assert asked == 1 and 0 < compared <= 12
     assert [step(after), step(after), step(after)] == [(1, 0), (0, 0), (0, 0)]
-    # What was before is known still.
-    assert step(before) == (0, 1)
+    # What was before is known still, and is expected from then on.
+    assert [step(before), step(before), step(before)] == [(0, 1), (0, 0), (0, 0)]
+
+
+def test_a_step_that_ends_early_is_one_more_way_and_asks_once() -> None:
+    """A batch that is skipped after its forward: the next step begins where a message was expected."""
+    ranks = World.of(2, units=6)
+
+    def step(messages: int | None) -> int:
+        loop, asked = Loop(6, stepped=True, trained=True), ranks.asked
+        loop.micro_batch(range(1, 6))
+        assert ranks.run([loop.actions[:messages]] * 2) is None
+        return ranks.asked - asked
+
+    assert [step(None) for _ in range(4)] == [0, 0, 0, 0]
+    assert [step(4) for _ in range(4)] == [0, 1, 0, 0]
 
 
 def test_ways_that_alternate_ask_where_they_part() -> None:
@@ -290,6 +304,17 @@ def test_the_history_is_bounded() -> None:
         assert kept() <= 100 and order._kept == kept() and len(order._new) <= 100
     most = max(map(len, order._scripts.values()), default=0)
     assert most <= 8
+
+
+def test_of_ever_new_steps_some_are_kept() -> None:
+    order = Order()
+    for step in range(40):
+        for place, flags in ((0, ["stepped"]), (1 + step % 20, []), (30, [])):
+            made = action("unshard", place, *flags)
+            if not order.follows(made):
+                order.enter(made)
+    (known,) = order._scripts.values()
+    assert len(known) <= 8 and order._kept == sum(len(script.actions) for script in known)
 
 
 def test_a_program_without_any_start_is_forgotten_now_and_then() -> None:

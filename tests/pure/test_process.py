@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 
+import pytest
 import torch
 
 from fullshard.guard import process
@@ -52,6 +53,16 @@ def test_stopped_and_then_killed() -> None:
         assert HOST.condition(identity)[0] == "gone", "nobody has collected it yet"
         child.wait()
     assert HOST.condition(identity)[0] == "gone"
+
+
+def test_time_in_the_kernel_counts_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a process that reads or copies much."""
+    fields = ["S"] + [str(number) for number in range(101, 140)]
+    monkeypatch.setattr(process, "_fields", lambda _: fields)
+    assert HOST.condition(f"{process.machine()} 7 {fields[process._BEGAN]}") == ("exists", 111 + 112)
+    for state, what in (("t", "stopped"), ("T", "stopped"), ("Z", "gone"), ("X", "gone"), ("D", "exists")):
+        fields[process._STATE] = state
+        assert HOST.condition(f"{process.machine()} 7 {fields[process._BEGAN]}")[0] == what
 
 
 def test_a_process_that_computes_uses_time() -> None:

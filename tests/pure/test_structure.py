@@ -35,6 +35,11 @@ DIFFERENCES: list[tuple[str, list[list[Item]], str]] = [
         "a: expected the same mp_policy on every rank, found none on rank 0 and other on rank 1; call fully_shard",
     ),
     (
+        "of differences of several ranks the first",
+        [[A, P, Q], [A, P, parameter("a.q", shape="(3,)")], [unit("a", mp_policy="other"), P, Q]],
+        "a: expected the same mp_policy on every rank, found none on ranks 0 and 1 and other on rank 2; call",
+    ),
+    (
         "three variants",
         [[parameter("a.p", requires_grad=str(i))] for i in range(3)],
         "a.p: expected the same requires_grad on every rank, found 0 on rank 0 and 1 on rank 1 and 2 on rank 2; freeze",
@@ -113,6 +118,7 @@ def test_lists_differ_exactly_when_their_texts_do(lists: Any) -> None:
 
 def test_variants_are_the_majority_first() -> None:
     assert variants({0: "x", 1: "y", 2: "y", 3: "z"}) == {"y": [1, 2], "x": [0], "z": [3]}
+    assert list(variants({0: "x", 1: "y", 2: "y", 3: "z"})) == ["y", "x", "z"]
     assert list(variants({0: "x", 1: "y"})) == ["x", "y"]
 
 

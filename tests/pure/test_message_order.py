@@ -1,0 +1,222 @@
+"""What the order of messages notes of a program, what a failure resets, and how an unexpected message is compared."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from fullshard.engine import order as room
+from fullshard.engine.order import _compare, _Lane, _ScopeOrder, changes_parameters
+from fullshard.guard import Action, Order, RanksDisagree
+from fullshard.guard.failures import Failures
+
+
+class Scope:
+    """As much of a scope as an order asks; `answers`: of the next question."""
+
+    def __init__(self) -> None:
+        self.epoch, self.doing = 0, "a step"
+        self.explained_by: dict[str, Any] = {}
+        self.failures = Failures()
+        self.asked: list[str] = []
+        self.compared: list[str] = []
+        self.answers: dict[int, str] | None = None
+
+    def agree(self, what: str, text: str) -> dict[int, str] | None:
+        assert "about to" in str(self.doing)
+        self.asked.append(text)
+        return self.answers
+
+
+@pytest.fixture
+def scope(monkeypatch: pytest.MonkeyPatch) -> Any:
+    made = Scope()
+    monkeypatch.setattr(room, "alike", lambda scope, text: scope.compared.append(text) is None)
+    monkeypatch.setattr(room, "_is_native", lambda unit: False)
+    return made
+
+
+# ---- flags -----------------------------------------------------------------------------------------------------------
+
+
+def test_what_a_program_does_is_told_once(scope: Any) -> None:
+    shared = _ScopeOrder(scope)
+    shared.stepped, shared.begun = 2, True
+    assert shared.flags(0) == ("stepped", "stepped", "train")
+    assert shared.flags(0) == ()
+    shared.stepped = 1000
+    assert shared.flags(0) == ("stepped",) * 16, "no action of a thousand words"
+    shared.begun = True
+    assert shared.flags(0) == ()
+    shared.begun = False
+    assert shared.flags(0) == ("eval",)
+    shared.begun = True
+    assert shared.flags(0) == ("train",), "it trains again"
+    # Without an optimizer each forward is a start in the end: it may update parameters itself.
+    found = []
+    for _ in range(70):
+        shared.begun = True
+        found.append(shared.flags(0))
+    assert found[0] == () and found[-1] == ("train",)
+
+
+def test_changes_of_what_gradients_are_added_to_are_told(scope: Any) -> None:
+    shared = _ScopeOrder(scope)
+    told = [shared.grad_flag(added) for added in (False, True, True, False, False)]
+    assert told == [(), ("added",), (), ("cleared",), ()]
+
+
+def test_after_a_failure_all_ranks_are_at_one_place_again(scope: Any) -> None:
+    shared, before = _ScopeOrder(scope), Order()
+    shared.order = before
+    shared.stepped, shared.begun, shared.forwards, shared.added = 3, True, 9, True
+    shared.trained.add(0)
+    shared.restart(1)
+    assert shared.order is not before and shared.epoch == 1
+    assert (shared.stepped, shared.begun, shared.forwards, shared.added) == (0, None, 0, False) and not shared.trained
+
+
+def test_which_steps_change_parameters() -> None:
+    for rates, changes in (([0.1], True), ([0.0], False), ([0.0, 0.1], True), ([torch.tensor(0.0)], False)):
+        groups = [{"params": [nn.Parameter(torch.ones(1))], "lr": rate} for rate in rates]
+        assert changes_parameters(torch.optim.SGD(groups)) is changes
+    # The value of a rate on a device is not read; on the meta device there is none.
+    optimizer: Any = SimpleNamespace(param_groups=[{"lr": torch.empty((), device="meta")}])
+    assert changes_parameters(optimizer)
+
+
+# ---- comparisons -----------------------------------------------------------------------------------------------------
+
+GATHER = Action("unshard", 0, 1, "layers.1", "float32*8")
+START = Action("unshard", 0, 0, "root", "float32*8", ("stepped",))
+
+
+def known(*actions: Action) -> Order:
+    """An order that expects the first of `actions`."""
+    order = Order()
+    for _ in range(2):
+        for action in (START, *actions):
+            if not order.follows(action):
+                order.enter(action)
+    assert order.follows(START) and order.expected == actions[0]
+    return order
+
+
+def test_where_no_rank_knows_an_order_a_small_message_compares(scope: Any) -> None:
+    order = Order()
+    _compare(scope, order, GATHER)
+    assert scope.compared and not scope.asked and order.place == 1 and scope.doing == "a step"
+    # A program that counts its messages has none more.
+    _compare(scope, order, GATHER, in_band=False)
+    assert len(scope.compared) == len(scope.asked) == 1 and scope.doing == "a step"
+
+
+def test_who_leaves_a_known_order_asks_through_the_store(scope: Any) -> None:
+    """The others may wait for the message that was expected."""
+    order = known(GATHER)
+    scope.answers = {
+        0: str(order.question(GATHER._replace(unit=2))),
+        1: f"{order.place + 1}: {GATHER}; expected: {GATHER}",
+    }
+    later: list[object] = []
+    with pytest.raises(RanksDisagree):
+        _compare(scope, order, GATHER._replace(unit=2), later=lambda *args: later.append(args))
+    assert len(scope.asked) == 1 and not scope.compared and not later
+    assert scope.failures.must_meet and scope.doing == "a step"
+
+
+def test_on_a_device_what_no_rank_knows_is_compared_later(scope: Any) -> None:
+    order, later = Order(), list[Any]()
+    _compare(scope, order, GATHER, later=lambda scope, place, action: later.append((place, action)))
+    assert later == [(0, GATHER)] and order.place == 1 and not scope.asked and not scope.compared
+
+
+# ---- a root ----------------------------------------------------------------------------------------------------------
+
+
+class Unit:
+    def __init__(self, name: str) -> None:
+        self.record = SimpleNamespace(name=name, index=1)
+        self.channels = SimpleNamespace(times_made=0)
+        self.groups: list[Any] = []
+
+
+def test_roots_are_introduced_once_in_each_epoch_and_never_taken_for_each_other(
+    scope: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(room, "_sizes", lambda unit, positions, kind, keep=False, now=True: "float32*8")
+    units: list[Any] = [Unit("student"), Unit("teacher")]
+    lanes = [_Lane(scope, unit, {unit: []}) for unit in units]
+    # In the second epoch they come in the other order.
+    for epoch, turns in enumerate(((0, 0, 1), (1, 0, 0))):
+        scope.epoch = epoch
+        scope.compared.clear()
+        for turn in turns:
+            lanes[turn].before(units[turn], "unshard")
+        kinds = [text.split()[1] for text in scope.compared]
+        assert kinds.count("form") == 2, scope.compared
+        families = {text.split()[3]: text.split()[2] for text in scope.compared if text.split()[1] == "unshard"}
+        assert families == {"student": f"{epoch}.1", "teacher": f"{1 - epoch}.1"}
+
+
+def test_sizes_are_those_of_what_is_sent_now(scope: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    counted = iter(range(100))
+    monkeypatch.setattr(room, "_sizes", lambda unit, positions, kind, keep=False, now=True: f"float32*{next(counted)}")
+    unit: Any = Unit("root")
+    lane = _Lane(scope, unit, {unit: []})
+
+    def sent(*layout: object) -> str:
+        lane.before(unit, "reduce", (), layout)
+        return str(scope.compared[-1]).split()[4]
+
+    first = sent((0, 1))
+    assert sent((0, 1)) == first
+    assert sent((0,)) != first, "fewer parameters are trained"
+    unit.channels.times_made += 1
+    assert sent((0, 1)) != first, "another dtype"
+
+
+def test_another_dtype_on_the_wire_is_another_message() -> None:
+    def described(wire: torch.dtype) -> str:
+        pack = SimpleNamespace(segments=[SimpleNamespace(padded_numel=8)], padded_local_numel=4)
+        precision = SimpleNamespace(wire=wire, compute=torch.float32)
+        group = SimpleNamespace(trainable=(0,), params=[None], pack=pack, precision=precision)
+        links = SimpleNamespace(replicate=None, shard=SimpleNamespace(world=2), block=None)
+        unit: Any = SimpleNamespace(groups=[group], links=[links])
+        return room._sizes(unit, [0], "reduce")
+
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(room, "_way", lambda unit, links: "")
+        assert described(torch.float32) == "float32*8" and described(torch.bfloat16) == "bfloat16*8"
+
+
+def test_a_step_of_another_thread_is_none_of_the_model_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of an optimizer that another program of the process has."""
+    import threading
+
+    noted: list[Any] = []
+    scope: Any = Scope()
+    scope.watch = None
+    monkeypatch.setattr(room, "is_current", lambda watch: True)
+    monkeypatch.setattr(room, "note_stepped", lambda scope, thread: noted.append(scope))
+
+    class Sharded:
+        """What counts as a DTensor here."""
+
+        def __init__(self, thread: int) -> None:
+            owner = room._Owned("weight", (0, 1))
+            owner.formed = room._Formed(thread, [scope])
+            self.owner = owner
+
+        def untyped_storage(self) -> Any:
+            return SimpleNamespace(**{room.Owner.ATTRIBUTE: self.owner})
+
+    monkeypatch.setattr(room, "DTensor", Sharded)
+    for thread in (threading.get_ident() + 1, threading.get_ident()):
+        optimizer: Any = SimpleNamespace(param_groups=[{"params": [Sharded(thread)], "lr": 0.1}])
+        room._optimizer_stepped(optimizer)
+    assert noted == [scope]

@@ -1,0 +1,297 @@
+"""When facts of a root are compared, what begins anew, and what ranks may differ in. The root is a stand-in."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from fullshard.engine import step_facts
+from fullshard.engine.recovery import steps_taken
+from fullshard.engine.step_facts import StepFacts, _Mesh, _Sent
+from fullshard.guard import RanksDisagree
+from fullshard.guard.facts import Deed, Fact, Ledger, Sealed
+
+RANKS = (0, 1)
+
+
+class Scope:
+    """As much of a scope as facts ask."""
+
+    def __init__(self) -> None:
+        self.epoch, self.rank, self.ranks, self.watch = 0, 0, RANKS, None
+        self.answers: dict[int, str] | None = None
+        self.state: Any = None
+
+    def agree(self, what: str, text: str) -> dict[int, str] | None:
+        return self.answers
+
+
+class Made:
+    """`StepFacts` with one unit on one mesh."""
+
+    def __init__(self) -> None:
+        self.peers = SimpleNamespace(told=[])
+        self.peers.disagree_on = lambda scope, error: self.peers.told.append(str(error))
+        ending = SimpleNamespace(is_manual=False)
+        options = SimpleNamespace(communication="torch")
+        root: Any = SimpleNamespace(
+            provisional=True, units=[], run=SimpleNamespace(ending=ending), options=options, compares_facts=True
+        )
+        self.facts = StepFacts(root, self.peers)  # type: ignore[arg-type]
+        self.scope = Scope()
+        self.mesh = _Mesh(RANKS)
+        self.mesh.scope, self.mesh.epoch = self.scope, 0  # type: ignore[assignment]
+        controls = SimpleNamespace(text="divide factor=2.0")
+        self.unit: Any = _Unit(controls)
+        self.mesh.members = {self.unit: [0]}
+        self.facts._meshes = {RANKS: self.mesh}
+        self.facts._of = {self.unit: (self.mesh,)}
+        # How often values were taken, and whether replicas were.
+        self.values: list[bool] = []
+        self.facts._note_values = lambda mesh, *, again: self.values.append(again)  # type: ignore[method-assign]
+
+    def seal(self) -> dict[str, str]:
+        sealed = self.facts._seal(self.mesh)
+        return {fact.name: fact.value for fact in sealed.standing} | {deed.name: "" for deed in sealed.deeds}
+
+
+class _Unit:
+    def __init__(self, controls: Any) -> None:
+        self.device = torch.device("cpu")
+        self.record = SimpleNamespace(name="layers.0")
+        self.settings = SimpleNamespace(controls=controls)
+        self.staleness = SimpleNamespace(versions=[])
+        self.groups = [None]
+
+
+@pytest.fixture
+def made() -> Made:
+    return Made()
+
+
+CALL = Deed("a call", (Fact("clip", "max_norm", "1.0"),))
+
+
+# ---- when values are compared ----------------------------------------------------------------------------------------
+
+
+def test_values_are_taken_in_the_first_comparison_and_the_second_and_ever_more_rarely(made: Made) -> None:
+    taken = []
+    for count in range(1, 130):
+        before = len(made.values)
+        made.seal()
+        if len(made.values) > before:
+            taken.append((count, made.values[-1]))
+    assert taken == [(1, True), (2, False), (16, False), (128, False)]
+    made.mesh.looks.values_asked = True  # a load
+    made.seal()
+    assert made.values[-1]
+    count = len(made.values)
+    made.seal()
+    assert len(made.values) == count
+
+
+@pytest.mark.parametrize("load", [False, True])
+def test_where_no_message_carries_a_digest_some_forwards_that_train_compare(
+    made: Made, load: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+    made.mesh.only_native = True
+    monkeypatch.setattr(made.facts, "_refuse", lambda mesh, scope, text: asked.append(forward))
+    for forward in range(1, 20):
+        if load and forward == 9:
+            made.mesh.looks.values_asked = True
+        made.facts.forward_begins(trains=True)
+        made.facts.forward_begins(trains=False)
+    assert asked == ([1, 2, 9, 16] if load else [1, 2, 16])
+
+
+def test_settings_are_told_when_they_changed(made: Made) -> None:
+    name = "settings of layers.0"
+    assert made.seal()[name] == "divide factor=2.0"
+    made.unit.settings.controls.text = "divide factor=1.0"
+    assert made.seal()[name] == "divide factor=2.0", "nothing is put together anew in a steady step"
+    made.mesh.only_native = True
+    made.facts.settings_changed()
+    assert made.seal()[name] == "divide factor=1.0" and made.mesh.only_native is None
+
+
+def test_the_source_of_a_load_and_writes_since_are_facts(made: Made) -> None:
+    writes = "times that parameters of layers.0 were written"
+    steps_taken(made.scope).source = "the checkpoint of save 7"  # type: ignore[arg-type]
+    made.unit.staleness.versions = [(0,), (3,)]
+    said = made.seal()
+    assert said["state that was loaded"] == "the checkpoint of save 7" and said[writes] == "counted from here"
+    found = []
+    for versions in (5, 7, 12):
+        made.unit.staleness.versions = [(0,), (versions,)]
+        found.append(made.seal()[writes])
+    # However often a step writes: that it is the same each time is what counts.
+    assert found == ["counted from here", "as often as before", "3 times more often than before"]
+
+
+# ---- what begins anew ------------------------------------------------------------------------------------------------
+
+
+def test_after_a_failure_all_ranks_begin_anew(made: Made) -> None:
+    mesh = made.mesh
+    made.seal()
+    mesh.ledger.do(CALL)
+    mesh.hooked.append("layers.0.weight")
+    mesh.earlier.append(_Sent(Comparison(here=True, differs=True), mesh.ledger.seal()))  # type: ignore[arg-type]
+    mesh.ledger.do(CALL)
+    looks = mesh.looks
+    made.scope.epoch = 1
+    assert not {"a call", "hooks"} & made.seal().keys()
+    assert not mesh.earlier and mesh.looks is not looks and mesh.looks.count == 1 and mesh.epoch == 1
+    mesh.ledger.do(CALL)
+    assert "a call" in made.seal(), "once"
+
+
+def test_hooks_are_told_once_before_what_was_done_next(made: Made) -> None:
+    made.facts.hooked(made.unit, 0, "weight")
+    made.facts._do(RANKS, CALL)
+    assert [deed.name for deed in made.mesh.ledger.deeds] == ["hooks", "a call"]
+    made.facts._do(RANKS, CALL)
+    assert [deed.name for deed in made.mesh.ledger.deeds] == ["hooks", "a call", "a call"]
+
+
+# ---- a backward ------------------------------------------------------------------------------------------------------
+
+
+class Comparison:
+    """What a reduction carries."""
+
+    def __init__(self, here: bool, differs: bool = False) -> None:
+        self.is_here, self._differs, self.looked = here, differs, 0
+
+    def differs(self) -> bool:
+        self.looked += 1
+        return self._differs
+
+
+def test_one_reduction_of_a_backward_carries_a_digest(made: Made) -> None:
+    plain, carries = SimpleNamespace(carries=False), SimpleNamespace(carries=True)
+    carry = made.facts.carry
+    assert carry(made.unit, 0, plain, keep=False) is None  # type: ignore[arg-type]
+    # A sum that stays on the ranks that share, of which those of other replicas hear nothing.
+    assert carry(made.unit, 0, carries, keep=True) is None  # type: ignore[arg-type]
+    assert carry(made.unit, 0, carries, keep=False) is not None  # type: ignore[arg-type]
+    assert carry(made.unit, 0, carries, keep=False) is None  # type: ignore[arg-type]
+    made.facts.discard()
+    assert carry(made.unit, 0, carries, keep=False) is not None, "of the next backward"  # type: ignore[arg-type]
+
+
+def test_what_did_not_arrive_yet_is_looked_at_after_the_next_backward(made: Made) -> None:
+    late, here = Comparison(here=False), Comparison(here=True)
+    sealed = Ledger().seal()
+    made.mesh.sent = _Sent(late, sealed)  # type: ignore[arg-type]
+    made.facts.compare()
+    assert not late.looked and made.mesh.sent is None
+    made.mesh.sent = _Sent(here, sealed)  # type: ignore[arg-type]
+    made.facts.compare()
+    assert (late.looked, here.looked) == (1, 1) and not made.mesh.earlier
+
+
+# ---- what may differ -------------------------------------------------------------------------------------------------
+
+
+def sealed(*facts: Fact) -> Sealed:
+    ledger = Ledger()
+    for fact in facts:
+        ledger.stand(fact)
+    return ledger.seal()
+
+
+@pytest.mark.parametrize(
+    ("kind", "values", "raises"),
+    [
+        ("ignored", ("1", "2"), False),  # experts of a rank's own
+        ("outside", ("1", None), False),  # a module that one rank has
+        ("outside", ("1", "2"), True),
+        ("optimizer", ("1", None), True),
+    ],
+)
+def test_what_ranks_may_differ_in(
+    made: Made, kind: str, values: tuple[str | None, ...], raises: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    made.scope.answers = {
+        rank: sealed(*([] if value is None else [Fact(kind, "x", value)])).text for rank, value in enumerate(values)
+    }
+    if raises:
+        with pytest.raises(RanksDisagree, match="x: expected the same on every rank"):
+            made.facts._refuse(made.mesh, made.scope, "")  # type: ignore[arg-type]
+    else:
+        made.facts._refuse(made.mesh, made.scope, "")  # type: ignore[arg-type]
+    # Ranks of another mesh of the root would wait.
+    assert len(made.peers.told) == raises
+    assert made.mesh.own == (set() if raises else {"x"})
+    assert len(caplog.records) == (kind == "ignored")
+
+
+def test_what_was_allowed_is_not_compared_again_and_what_drifts_is_no_ignored_one(
+    made: Made, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mesh = made.mesh
+    monkeypatch.setattr(step_facts, "replicas_of", lambda units, top: {})
+    monkeypatch.setattr(made.facts, "_outside", lambda mesh: {"a": torch.ones(1), "b": torch.ones(1)})
+    monkeypatch.setattr(made.facts, "_ignored", lambda: frozenset({"b"}))
+    mesh.own.add("a")
+    kinds = []
+    for count in (1, 2):
+        mesh.looks.count = count
+        StepFacts._note_values(made.facts, mesh, again=False)
+        (deed,) = mesh.ledger.seal().deeds
+        kinds.append([(fact.kind, fact.name) for fact in deed.facts])
+    assert kinds == [[("ignored", "b")], [("outside", "b")]]
+
+
+# ---- which parameters ------------------------------------------------------------------------------------------------
+
+
+def test_each_call_has_its_own_parameters(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+    a, b = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1))
+    monkeypatch.setattr(made.facts, "_placed_now", lambda: {id(a): (RANKS, "a"), id(b): (RANKS, "b")})
+    for given in ([a], [b], [a, b], [a]):
+        made.facts.done_to(given, "clip", [Fact("clip", "max_norm", "1.0")])
+    assert [deed.facts[-1].value for deed in made.mesh.ledger.deeds] == ["a", "b", "a, b", "a"]
+
+
+def test_parameters_are_found_again_after_their_shards_were_made_anew(
+    made: Made, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    param: Any = _Unit(None)
+    param.sharded = nn.Parameter(torch.ones(1))
+    unit: Any = _Unit(None)
+    unit.channels, unit.groups = SimpleNamespace(times_made=1), [SimpleNamespace(params=[param])]
+    made.facts._units = made.facts._root.units = [SimpleNamespace(module=None), unit]
+    made.facts._units[0].channels = SimpleNamespace(times_made=0)
+    made.mesh.members = {unit: [0]}
+    monkeypatch.setattr(step_facts, "parameter_names", lambda top, units: _Named())
+    monkeypatch.setattr(made.facts, "_outside", lambda mesh: {})
+    assert set(made.facts._placed_now()) == {id(param.sharded)}
+    param.sharded = nn.Parameter(torch.ones(1))
+    assert id(param.sharded) not in made.facts._placed_now(), "nobody looks in a steady step"
+    unit.channels.times_made += 1
+    assert set(made.facts._placed_now()) == {id(param.sharded)}
+
+
+class _Named(dict[Any, str]):
+    def __missing__(self, key: object) -> str:
+        return "weight"
+
+
+def test_an_optimizer_that_got_another_parameter_is_described_anew(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+    a, b = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1))
+    monkeypatch.setattr(step_facts, "is_current", lambda watch: True)
+    monkeypatch.setattr(made.facts, "_placed_now", lambda: {id(a): (RANKS, "a"), id(b): (RANKS, "b")})
+    optimizer = torch.optim.SGD([a], lr=0.1)
+    for _ in range(2):
+        assert made.facts.optimizer_stepped(optimizer)
+        optimizer.param_groups[0]["params"] = [b]
+    named = [{fact.name: fact.value for fact in deed.facts} for deed in made.mesh.ledger.deeds]
+    assert named[0]["parameters of the optimizer"] != named[1]["parameters of the optimizer"]
