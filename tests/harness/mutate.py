@@ -3,7 +3,7 @@
     python -m tests.harness.mutate                   all of them (needs fullshard's environment; minutes)
     python -m tests.harness.mutate R9 next_in_backward     those of some rules
     python -m tests.harness.mutate --in comm/ engine/order.py     those in files below src/fullshard that begin so
-    python -m tests.harness.mutate --list            what there is (the tables: mutations.txt, mutations_waits.txt)
+    python -m tests.harness.mutate --list            what there is (the tables: mutations*.txt beside this file)
     python -m tests.harness.mutate --jobs 4          so many at once (default: one for each core)
     python -m tests.harness.mutate --write FILE.md   and a document of what came of it; FILE.json keeps that, so that a
                                                      later run of some mutations renews these alone
@@ -35,9 +35,8 @@ from typing import NamedTuple
 REPOSITORY = Path(__file__).parent.parent.parent
 SOURCES = "src/fullshard/"
 PACKAGE = REPOSITORY / SOURCES
-# The rules of the schedule; and the ends of waits, with the tests that are to kill each mutation.
-TABLE = Path(__file__).with_name("mutations.txt")
-WAITS = Path(__file__).with_name("mutations_waits.txt")
+# The rules of the schedule first, whose tests are the lifecycle's; the other tables name theirs.
+TABLES = sorted(Path(__file__).parent.glob("mutations*.txt"), key=lambda path: path.stem)
 # In two runs, the direct tests first: most mutations die there, and collecting the others takes longer than that.
 STAGES = (
     (
@@ -90,7 +89,7 @@ class Mutation(NamedTuple):
 
 
 def read(text: str) -> list[Mutation]:
-    """The mutations of a table; its form is said at the top of mutations.txt and of mutations_waits.txt.
+    """The mutations of a table, whose form is at the top of mutations.txt.
 
     Raises `ValueError` with the number of a line that is none of it.
     """
@@ -99,12 +98,14 @@ def read(text: str) -> list[Mutation]:
     for block in re.finditer(r"(?:^(?!#).+\n)+", text, re.MULTILINE):
         lines = block[0].splitlines()
         rule, colon, breaks = lines[0].partition(": ")
+        own = lines.pop(1).removeprefix("by ") if len(lines) > 1 and lines[1].startswith("by ") else ""
         removed = [line[1:] for line in lines[1:] if line[0] == "-"]
         added = [line[1:] for line in lines[1:] if line[0] == "+"]
         if lines[0].startswith("== " + SOURCES) and len(lines) == 1:
             file, _, tests = lines[0].removeprefix("== " + SOURCES).partition(" by ")
         elif colon and file and removed and lines[1:] == ["-" + r for r in removed] + ["+" + a for a in added]:
-            found.append(Mutation(rule, file, "\n".join(removed), "\n".join(added), breaks, tuple(tests.split())))
+            by = tuple((own or tests).split())
+            found.append(Mutation(rule, file, "\n".join(removed), "\n".join(added), breaks, by))
         else:
             number = text.count("\n", 0, block.start()) + 1
             raise ValueError(
@@ -113,7 +114,7 @@ def read(text: str) -> list[Mutation]:
     return found
 
 
-MUTATIONS = read(TABLE.read_text()) + read(WAITS.read_text())
+MUTATIONS = [mutation for table in TABLES for mutation in read(table.read_text())]
 
 
 class Outcome(NamedTuple):
@@ -251,8 +252,7 @@ def document(outcomes: Sequence[Outcome]) -> str:
         "",
         f"{killed} of {len(outcomes) - left_out} killed.{rest} Each takes one rule of the source away, or "
         "turns it around, and a test has to go red. Made by `python -m tests.harness.mutate --write FILE`; the tables "
-        "are [mutations.txt](../tests/harness/mutations.txt) (the rules of the schedule) and "
-        "[mutations_waits.txt](../tests/harness/mutations_waits.txt) (the ends of waits).",
+        f"are {', '.join(f'[{table.name}](../tests/harness/{table.name})' for table in TABLES)}.",
         "",
         "| file | killed | of |",
         "|---|---|---|",

@@ -50,12 +50,16 @@ def test_the_table_is_read_as_it_is_written() -> None:
     named = mutate.read("== src/fullshard/a.py by tests/x.py tests/y.py\n\nf: late\n-one\n+two\n")
     assert named == [Mutation("f", "a.py", "one", "two", "late", ("tests/x.py", "tests/y.py"))]
     assert named[0].stages == (("tests/x.py",), ("tests/y.py",)) and MUTATIONS[0].stages == mutate.STAGES
-    written = mutate.TABLE.read_text() + mutate.WAITS.read_text()
+    own = mutate.read("== src/fullshard/a.py by tests/x.py\n\nf: late\nby tests/y.py::test_y tests/z.py\n-one\n+two\n")
+    assert own == [named[0]._replace(tests=("tests/y.py::test_y", "tests/z.py"))]
+    assert [table.name for table in mutate.TABLES][0] == "mutations.txt" and len(mutate.TABLES) > 2
+    written = "".join(table.read_text() for table in mutate.TABLES)
     assert len(MUTATIONS) == len(re.findall(r"^\w+: ", written, re.MULTILINE)) > 200
 
 
 @pytest.mark.parametrize(
-    "block", ["R1 is wrong\n-a\n+b", "R1: is wrong\n+b", "R1: is wrong\n+b\n-a", "R1: is wrong\n-a\nb"]
+    "block",
+    ["R1 is wrong\n-a\n+b", "R1: is wrong\n+b", "R1: is wrong\n+b\n-a", "R1: is wrong\n-a\nb", "R1: x\n-a\nby b\n+c"],
 )
 def test_a_broken_table_is_refused(block: str) -> None:
     """With the number of the line at which the block begins."""
@@ -122,7 +126,10 @@ def test_the_tests_that_kill_are_there() -> None:
         path.relative_to(mutate.REPOSITORY).as_posix() for path in Path(__file__).parent.glob("test_lifecycle_*.py")
     }
     assert {path for stage in mutate.STAGES for path in stage} == found | {"tests/fake/test_golden_fullshard.py"}
-    assert all((mutate.REPOSITORY / test).exists() for mutation in MUTATIONS for test in mutation.tests)
+    for test in {test for mutation in MUTATIONS for test in mutation.tests}:
+        file, _, function = test.partition("::")
+        text = (mutate.REPOSITORY / file).read_text()
+        assert not function or f"\ndef {function.partition('[')[0]}(" in text, test
 
 
 def test_a_mutation_changes_one_file_of_the_copy(tmp_path: Path) -> None:
