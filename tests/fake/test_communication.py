@@ -12,9 +12,12 @@ from typing import Any, cast
 
 import pytest
 import torch
+from torch import nn
 from torch.distributed.tensor.debug import CommDebugMode
 
+from fullshard import fully_shard, register_fsdp_forward_method
 from fullshard.comm.data_group import Sent
+from fullshard.engine import unit_of
 from fullshard.guard.wait import Waits
 from tests.harness.fake import fake_world
 from tests.threads.programs import Model, batch, shard
@@ -64,6 +67,42 @@ def test_messages_of_a_step(communication: str, messages: int, monkeypatch: pyte
         assert gathers == 4 + 3, counts
         assert list(reductions.values()) == [4 * messages], counts
         assert ("reduce_scatter" in next(iter(reductions))) == (communication == "torch"), counts
+
+
+def test_a_method_that_calls_forward_is_reduced_once() -> None:
+    """Gradients of what the inner forward computed are there before those of the method around it."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.tanh(self.second(x))
+
+        def both(self, x: torch.Tensor) -> torch.Tensor:
+            inner: torch.Tensor = self(torch.tanh(self.first(x)))
+            return inner
+
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.before, self.block = nn.Linear(4, 4), Block()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            out: torch.Tensor = self.block.both(self.before(x))
+            return out
+
+    with fake_world(WORLD):
+        model: Any = Outer()
+        register_fsdp_forward_method(fully_shard(model.block), "both")
+        fully_shard(model)
+        reduced: list[str] = []
+        model(torch.ones(2, 4)).sum().backward()
+        executor = unit_of(model).root.executor  # type: ignore[union-attr]
+        executor.listeners.append(lambda command: reduced.append(command.unit.name) if command.kind == "reduce" else None)
+        model(torch.ones(2, 4)).sum().backward()
+        assert sorted(reduced) == ["block", "root"]
 
 
 def test_no_sync_sends_nothing_but_gathers(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -102,6 +102,18 @@ def test_a_limit_in_bytes_is_kept() -> None:
         assert _peaks(model)[0] > limited
 
 
+def test_the_largest_missing_gradient_is_one_of_those_that_train_now() -> None:
+    with _model(nccl=True) as model:
+        model.set_memory_budget(gradients=UNIT)
+        for _ in range(2):
+            _step(model)
+        gradients = unit_of(model[1]).gradients  # type: ignore[union-attr]
+        assert gradients.largest_missing_nbytes() == WEIGHT
+        model[1].requires_grad_(False)
+        _step(model)
+        assert gradients.largest_missing_nbytes() == 0
+
+
 def test_mixed_precision_takes_two_full_units_and_one_message() -> None:
     """Shards in float32 are cast straight to where they belong in the full parameters: no buffer for the cast. FSDP2
     takes half a unit more (2c + g + r)."""

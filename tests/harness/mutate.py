@@ -27,7 +27,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
@@ -59,9 +59,12 @@ STAGES = (
 SECONDS = 600.0
 # In the output of a run, before the name of each test: what a crash prints of itself may be cut short.
 _BEGINS = "begins: "
-# What is slow to import. Nothing that imports fullshard, which has to come from the copy, and no plugin of pytest.
+# What is slow to import. Nothing that imports fullshard, which has to come from the copy.
 PRELOADED = (
     "pytest",
+    "hypothesis.stateful",
+    "torch._dynamo",
+    "torch.distributed.checkpoint",
     "torch.distributed.fsdp",
     "torch.distributed.tensor",
     "torch.testing._internal.distributed.fake_pg",
@@ -201,7 +204,20 @@ def _run_tests(tests: tuple[str, ...], folder: str, output: str) -> None:
 
     code = int(
         pytest.main(
-            ["-x", "-q", "--tb=no", "--no-header", "-m", "not slow", "-p", "no:cacheprovider", *tests], [_Begins()]
+            # Asserts need no words here, and rewriting them takes as long as all other imports.
+            [
+                "-x",
+                "-q",
+                "--tb=no",
+                "--no-header",
+                "--assert=plain",
+                "-m",
+                "not slow",
+                "-p",
+                "no:cacheprovider",
+                *tests,
+            ],
+            [_Begins()],
         )
     )
     sys.stdout.flush()
@@ -221,6 +237,16 @@ def judge(returncode: int, output: str) -> tuple[str, str]:
     if returncode in (-signal.SIGSEGV, -signal.SIGABRT) and begun:
         return "killed", f"{begun[-1]} (the process crashed)"
     return "error", f"pytest ended with {returncode}:\n{output[-2000:]}"
+
+
+def without_mutation(stages: Iterable[tuple[str, ...]]) -> dict[tuple[str, ...], tuple[str, ...]]:
+    """For each stage the tests that are run once without a mutation: all that stages name of its file, together."""
+    by_file: dict[str, list[str]] = {}
+    for stage in stages:
+        if len(stage) == 1:
+            by_file.setdefault(stage[0].partition("::")[0], []).append(stage[0])
+    together = {file: (file,) if file in tests else tuple(dict.fromkeys(tests)) for file, tests in by_file.items()}
+    return {stage: together[stage[0].partition("::")[0]] if len(stage) == 1 else stage for stage in stages}
 
 
 def write(path: Path, outcomes: Sequence[Outcome]) -> None:
@@ -301,13 +327,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # torch reads it when it is loaded; the new processes inherit it.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     start = time.monotonic()
-    stages = tuple(dict.fromkeys(stage for mutation in chosen for stage in mutation.stages))
+    runs = without_mutation(dict.fromkeys(stage for mutation in chosen for stage in mutation.stages))
     with ThreadPoolExecutor(max(1, options.jobs)) as pool:
-        untouched = {stage: pool.submit(attempt, None, options.package, (stage,)) for stage in stages}
+        untouched = {run: pool.submit(attempt, None, options.package, (run,)) for run in dict.fromkeys(runs.values())}
         outcomes = []
         for outcome in pool.map(lambda mutation: attempt(mutation, options.package), chosen):
             assert outcome.mutation is not None
-            baselines = [untouched[stage].result() for stage in outcome.mutation.stages]
+            baselines = [untouched[runs[stage]].result() for stage in outcome.mutation.stages]
             red = next((baseline for baseline in baselines if baseline.verdict != "survived"), None)
             if red is not None:
                 outcome = outcome._replace(verdict="error", detail=f"red without any mutation, too: {red.detail}")

@@ -84,6 +84,15 @@ def test_each_mutation_still_fits(mutation: Mutation) -> None:
     assert ast.dump(ast.parse(changed)) != ast.dump(ast.parse(text))
 
 
+def test_a_file_is_run_once_without_a_mutation() -> None:
+    """As much of it as some mutation names; and the lifecycle's tests as they are."""
+    stages = [("a.py::x",), ("b.py::x",), ("a.py",), ("b.py::y",), *mutate.STAGES]
+    runs = mutate.without_mutation(stages)
+    assert runs["a.py::x",] == runs["a.py",] == ("a.py",)
+    assert runs["b.py::x",] == runs["b.py::y",] == ("b.py::x", "b.py::y")
+    assert all(runs[stage] == stage for stage in mutate.STAGES)
+
+
 def test_waits_name_the_tests_that_kill_them() -> None:
     """Those of the lifecycle are for its rules alone."""
     for mutation in MUTATIONS:

@@ -178,6 +178,16 @@ def test_they_take_no_memory_of_their_own_and_the_report_counts_them_once() -> N
     run(rank_main, FULLSHARD)
 
 
+def test_a_parameter_has_one_hook_however_many_micro_batches_are_held() -> None:
+    def rank_main(rank: int, impl: Implementation) -> None:
+        model = sharded(FULLSHARD, probes())
+        _two_held(model, rank)
+        fulls = [p.full for child in model for p in unit_of(child).params]  # type: ignore[union-attr]
+        assert fulls and {len(full._backward_hooks or ()) for full in fulls} == {1}
+
+    run(rank_main, FULLSHARD)
+
+
 def test_the_optimizer_clears_them_too_and_a_step_over_full_parameters_is_refused() -> None:
     def rank_main(rank: int, impl: Implementation) -> None:
         model = sharded(FULLSHARD, probes())

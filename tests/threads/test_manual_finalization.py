@@ -546,6 +546,23 @@ def test_reset_discards_what_a_backward_sent() -> None:
     run_ranks(2, rank_main)
 
 
+def test_a_handle_of_a_step_that_was_discarded_does_not_end_the_next() -> None:
+    def rank_main(rank: int) -> None:
+        model = _used(FULLSHARD)
+        _backward(model)
+        old = model.finalize_backward(async_op=True)
+        model.reset_iter_state()
+        _backward(model)
+        new = model.finalize_backward(async_op=True)
+        with pytest.raises(RuntimeError, match="the step was discarded"):
+            old.wait()
+        assert all(p.grad is None for p in model.parameters())
+        new.wait()
+        assert all(p.grad is not None for p in model.parameters())
+
+    run_ranks(2, rank_main)
+
+
 # ---- ranks that differ -----------------------------------------------------------------------------------------
 
 

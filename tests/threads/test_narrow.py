@@ -348,6 +348,24 @@ def test_a_failed_step_leaves_nothing() -> None:
     run_ranks(4, rank_main)
 
 
+def test_kept_parts_whose_gather_was_given_up_have_no_memory() -> None:
+    def rank_main(rank: int) -> None:
+        model = build(2)
+        units = [unit_of(layer) for layer in model.layers]
+        dropped: list[str] = []
+        model.layers[1].register_forward_hook(lambda m, a, out: out.register_hook(lambda grad: 1 / 0) and None)
+        loss = model(batch(rank, 0)).sum()
+        units[1].root.executor.listeners.append(
+            lambda command: dropped.append(command.unit.name) if command.kind == "cancel" else None
+        )
+        with pytest.raises(ZeroDivisionError):
+            loss.backward()
+        model.reset_iter_state()
+        assert dropped and all(unit.channels.secondary.live_nbytes == 0 for unit in units)
+
+    run_ranks(4, rank_main)
+
+
 # ---- arguments and groups -------------------------------------------------------------------------------------
 
 

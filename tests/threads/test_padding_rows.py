@@ -256,6 +256,35 @@ def test_a_table_without_padding_or_with_values_is_not_looked_at() -> None:
     run_ranks(2, rank_fn)
 
 
+def test_a_table_with_values_beside_a_unit_that_was_emptied_is_not_looked_at() -> None:
+    def rank_fn(rank: int) -> None:
+        model: Any = Reads(nn.Embedding(ROWS, COLUMNS, padding_idx=5))
+        with torch.no_grad():
+            model.table.weight.fill_(1.0)
+        with torch.device("meta"):
+            model.last = nn.Linear(COLUMNS, COLUMNS)
+        for module in (model.table, model.last, model):
+            fully_shard(module)
+        reset(model.last)
+        forward(model)
+        assert row_of(model, 5).all()
+
+    run_ranks(2, rank_fn)
+
+
+def test_what_was_loaded_before_memory_was_emptied_again_is_no_load() -> None:
+    def rank_fn(rank: int) -> None:
+        model = on_meta(5)
+        model.to_empty(device="cpu")
+        model.load_state_dict({name: torch.ones(p.shape) for name, p in model.state_dict().items()})
+        forward(model)
+        reset(model)
+        with pytest.raises(RuntimeError, match=NAMES_IT.format(5)):
+            forward(model)
+
+    run_ranks(2, rank_fn)
+
+
 def test_a_tied_head_is_one_table() -> None:
     def rank_fn(rank: int) -> None:
         with torch.device("meta"):
