@@ -100,7 +100,9 @@ def test_a_method_that_calls_forward_is_reduced_once() -> None:
         reduced: list[str] = []
         model(torch.ones(2, 4)).sum().backward()
         executor = unit_of(model).root.executor  # type: ignore[union-attr]
-        executor.listeners.append(lambda command: reduced.append(command.unit.name) if command.kind == "reduce" else None)
+        executor.listeners.append(
+            lambda command: reduced.append(command.unit.name) if command.kind == "reduce" else None
+        )
         model(torch.ones(2, 4)).sum().backward()
         assert sorted(reduced) == ["block", "root"]
 

@@ -17,6 +17,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
 import fullshard
+from benchmarks.counting import nccl_plan
+from fullshard._torch import top_saved_tensor_hooks
+from fullshard.engine import unit_of
 from tests.harness.behaviours import behaviour
 from tests.harness.implementations import FULLSHARD, Implementation
 from tests.harness.threads import run_ranks
@@ -153,6 +156,13 @@ def test_any_exception(base: nn.Module, exception: type[BaseException], where: s
 
     def script(model: Any, optimizer: Any, rank: int) -> None:
         _failing(model, rank, "layers.1.up", where, exception)
+        loss = _loss(model, part(batch(WORLD, 77), rank))
+        # Of the forward that was interrupted nothing runs any more: what is used is freed, and nothing is watched.
+        live = {row.name: row.full_nbytes_live for row in fullshard.report(model).units}
+        assert not any(nbytes for name, nbytes in live.items() if name.startswith("layers.")), live
+        assert top_saved_tensor_hooks() is None
+        loss.backward()
+        optimizer.zero_grad()
         _undisturbed(model, optimizer, rank)
         _failing(model, rank, "layers.0.norm", where, exception)
         model.reset_iter_state()
@@ -367,3 +377,40 @@ def test_a_late_intermediate_is_an_error_and_then_right(base: nn.Module) -> None
         optimizer.zero_grad()
 
     _compare(base, script, expected)
+
+
+def test_a_late_intermediate_of_weights_that_are_arriving_is_an_error(base: nn.Module) -> None:
+    """Where parameters are gathered into their final memory, a gather under way has memory already."""
+    tokens = batch(WORLD, 9)
+
+    def rank_main(rank: int) -> None:
+        model = shard(copy.deepcopy(base), FULLSHARD)
+        for step in range(3):
+            _loss(model, part(batch(WORLD, step), rank)).backward()
+        early: list[Tensor] = []
+        model.layers[0].up.register_forward_hook(lambda _module, _args, output: early.append(output))
+        loss = _loss(model, part(tokens, rank))
+        model.layers[0].unshard(async_op=True)
+        with pytest.raises(RuntimeError, match="while its weights were being gathered"):
+            early[0].sum().backward()
+        del loss
+
+    with nccl_plan(0):
+        run_ranks(WORLD, rank_main)
+
+
+def test_failed_backwards_lose_no_buffers(base: nn.Module) -> None:
+    """Of reductions that were under way when it failed."""
+
+    def rank_main(rank: int) -> None:
+        model = shard(copy.deepcopy(base), FULLSHARD)
+        for step in range(2):
+            _loss(model, part(batch(WORLD, step), rank)).backward()
+        pool = unit_of(model).root.shared.pool  # type: ignore[union-attr]
+        nbytes = pool.nbytes
+        for _ in range(3):
+            _failing(model, rank, "embedding", "backward")
+        _loss(model, part(batch(WORLD, 2), rank)).backward()
+        assert pool.nbytes == nbytes > 0
+
+    run_ranks(WORLD, rank_main)

@@ -16,10 +16,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from benchmarks.counting import nccl_plan
-from fullshard import fully_shard
+from fullshard import MixedPrecisionPolicy, fully_shard
 from fullshard.engine import unit_of
 from fullshard.policy import use_options
 from tests.harness import tolerance
+from tests.harness.models import seeded
 from tests.harness.parity import assert_same_bits, environment, on_nodes, train_alone, train_beside_oracle
 from tests.harness.random_models import EXPLORING, BlockSpec, LeafSpec, ModelSpec, examples, model_specs
 from tests.harness.threads import run_ranks
@@ -62,6 +63,19 @@ def test_and_so_it_does_on_a_mesh_that_replicates(spec: ModelSpec, shape: tuple[
         replicas = run_ranks(world, train, spec, world, 3, timeout=TIMEOUT)
     for trained in replicas[1:]:
         assert_same_bits(trained, replicas[0])
+
+
+def test_large_float16_gradients_are_summed_without_overflow() -> None:
+    """Each travels from where it is, in a message of its own."""
+
+    def rank_main(rank: int) -> None:
+        model: Any = seeded(lambda: nn.Linear(4, 4, bias=False))
+        fully_shard(model, mp_policy=MixedPrecisionPolicy(torch.float16, torch.float16))
+        model(torch.full((1, 4), 30_000.0)).sum().backward()
+        assert torch.equal(model.weight.grad.full_tensor(), torch.full((4, 4), 30_000.0))
+
+    with nccl_plan(0):
+        run_ranks(4, rank_main)
 
 
 MODEL = ModelSpec(

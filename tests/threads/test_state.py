@@ -201,7 +201,7 @@ def test_edits_between_steps_are_seen_also_after_evaluation(
     run_ranks(WORLD, job)
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(5)  # the first and the last, which no version shows
 @pytest.mark.parametrize("kept", ["root in evaluation", "after backward", "by choice in evaluation"])
 @pytest.mark.parametrize("foreach", [False, True])
 def test_an_optimizer_step_is_seen_by_parameters_kept_full(foreach: bool, kept: str) -> None:

@@ -440,10 +440,9 @@ class CustomBuffers(BufferPool):
         *,
         zeroed: bool = False,
     ) -> Slot:
+        # Zeros are asked of a pool that keeps its buffers.
         with torch.inference_mode(False):
             slot = Slot(key, self._comm.allocate((numel,), dtype=dtype, device=device))
-            if zeroed:
-                slot.tensor.zero_()
             if make_views is not None:
                 slot.views = make_views(slot.tensor)
         return slot
