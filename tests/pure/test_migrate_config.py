@@ -147,6 +147,23 @@ def test_the_command_knows_the_formats() -> None:
     assert {*FORMATS} == {*NAMES_OF_FORMATS}
 
 
+STRANGE: list[Any] = ["", "x", 3, -1, 2.5, True, [], ["a", 1], {}, {"a": 1}, {"type": "AdamW", "params": {"betas": 3}}]
+STRANGE += [{"type": "WarmupLR", "params": {"warmup_num_steps": "x"}}, {"type": 3, "params": 4}, {"type": "Lion"}]
+
+
+@pytest.mark.parametrize("subject", SUBJECTS)
+def test_strange_values_are_one_line(subject: str) -> None:
+    """Of any type under any key: converted, or refused in one line."""
+    for format, key, _, _ in ROWS[subject]:
+        for value in STRANGE:
+            try:
+                found = _convert(format.name, {key: value})
+            except MigrationError as error:
+                assert str(error).count("\n") == 0 and str(error).startswith("x."), (key, value)
+            else:
+                assert found.config == read_config(_table(found.settings)), (key, value)
+
+
 # ---- several keys ----------------------------------------------------------------------------------------------------
 
 

@@ -103,6 +103,8 @@ def _strategy(config: Any, world: int) -> tuple[Any, str, list[str]]:
         notes.append(f"wrap.by = {config.wrap.by}: the program's shard chooses units; values are the same")
     if keys.cpu_offload:
         notes.append("sharding.cpu_offload: there is one kind of memory on the CPU")
+    if config.precision.master != "default":
+        notes.append(f"precision.master = {config.precision.master}: the program builds its model in the dtype it has")
     if config.state_dict.kind == "full":
         notes.append("state_dict.kind = full: the form of checkpoints")
     if replicated:

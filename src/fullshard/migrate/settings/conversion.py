@@ -144,7 +144,11 @@ class _Converter:
 
     def _convert_optimizer(self, entry: Entry, case: Case) -> None:
         """What DeepSpeed builds from its file; a program has to."""
-        found = built(entry.key.rpartition(".")[2], entry.value)
+        try:
+            found = built(entry.key.rpartition(".")[2], entry.value)
+        except (TypeError, ValueError, IndexError):
+            problem = "expected type, and params with numbers and pairs of them"
+            raise MigrationError(f"{entry.place}: {entry.key} = {show(entry.value)}: {problem}") from None
         record = _Record(entry, case, {})
         if not found.line:
             case = replace(case, verdict=DROPPED, reason="the outer configuration's own values")
