@@ -450,6 +450,14 @@ fsdp_config:
     ("fp8", "fp8_enable_fsdp_float8_all_gather"),
 )
 
+ALL["axolotl: both spellings of bfloat16, an own argument from the environment"] = Configuration(
+    "x.yml",
+    "axolotl",
+    "base_model: ${MODEL}\nsequence_len: 8\nmicro_batch_size: 1\nnum_epochs: 1\nbf16: true\nbfloat16: true\nfsdp: []\n"
+    "fsdp_config: {fsdp_version: 2, fsdp_sharding_strategy: HYBRID_SHARD, reshard_after_forward: false}\n",
+    {**MODEL_S, **KEPT, **WHOLE, **LOW},
+)
+
 # ---- LLaMA-Factory ---------------------------------------------------------------------------------------------------
 
 FACTORY = """\
@@ -520,6 +528,13 @@ ALL["llamafactory v1: FSDP2 in float32, kept"] = Configuration(
     "dist_config:\n  name: fsdp2\n  reshard_after_forward: false\n  cp_size: 2\n",
     {**MODEL_S, **KEPT},
     ("dist_config.cp_size",),
+)
+ALL["llamafactory v1: another plugin, on the meta device"] = Configuration(
+    "v.yaml",
+    "llamafactory-v1",
+    V1 + "dist_config: {name: other, ep_size: 16, ep_dispatcher: eager}\ninit_config: {name: init_on_meta}\n",
+    {**UNITS, **COMPUTED},
+    ("dist_config.name", "dist_config.ep_size"),
 )
 ALL["llamafactory v1: DeepSpeed"] = Configuration(
     "v.yaml",
@@ -649,6 +664,16 @@ ALL["deepspeed: no stage, what was removed"] = Configuration(
     """{"train_micro_batch_size_per_gpu": 2, "amp": {"enabled": false}, "elasticity": {"enabled": false},
  "sparse_gradients": false, "zero_optimization": {"cpu_offload": true, "cpu_offload_params": false}}""",
     {**DDP, **OFFLOAD, "micro_batches.size": 2},
+)
+
+ALL["deepspeed: for the Trainer, compiled, a part of the optimizer its own"] = Configuration(
+    "d.json",
+    "deepspeed",
+    """{"zero_optimization": {"stage": 1}, "bf16": {"enabled": "auto"}, "fp16": {"enabled": "auto", "auto_cast": false},
+ "compile": {"disable": false, "backend": "inductor"}, "gradient_clipping": "auto", "train_batch_size": "auto",
+ "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": [0.9, 0.95], "weight_decay": "auto"}}}""",
+    KEPT,
+    ("compile.disable", "optimizer"),
 )
 
 # ---- Composer, LLM Foundry, torchtitan -------------------------------------------------------------------------------

@@ -308,6 +308,18 @@ def test_the_lines_to_add_for_deepspeed_s_optimizer(here: Path) -> None:
     assert "torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: " in said["scheduler"]
 
 
+def test_what_the_trainer_fills_in_is_not_in_the_lines(here: Path) -> None:
+    path = _write(here, ALL["deepspeed: for the Trainer, compiled, a part of the optimizer its own"])
+    said = next(each.reason for each in convert_file(path).findings if each.key == "optimizer")
+    line = "torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), eps=1e-08), with lr and weight_decay of the outer"
+    assert line in said
+    assert {k: v for k, v in take(path).settings.items() if k.startswith("optimizer.")} == {
+        "optimizer.beta1": 0.9,
+        "optimizer.beta2": 0.95,
+        "optimizer.eps": 1e-8,
+    }
+
+
 # Of DeepSpeed's documentation: the rate of its n-th update, counted from 0, as a part of the highest one.
 SCHEDULES: dict[str, tuple[dict[str, Any], list[float]]] = {
     "WarmupLR, logarithmic": ({"warmup_max_lr": 1.0, "warmup_num_steps": 4}, [0, 0, 0.5, 0.79248, 1, 1, 1]),

@@ -45,8 +45,6 @@ def pattern() -> re.Pattern[str]:
 
 # Words of others: keys of torchtitan's configurations, and the text of a warning of torch's.
 QUOTED = {
-    ("src/fullshard/migrate/settings/titan.py", "quantize"),
-    ("src/fullshard/migrate/settings/titan.py", "quantization"),
     ("src/fullshard/train/launch.py", "initialize"),
 }
 

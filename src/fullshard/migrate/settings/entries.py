@@ -139,7 +139,7 @@ class Reader:
                 raise MigrationError(f"{file.place(own)}: {own} = {show(value)}: expected a table")
             else:
                 row = self.rows.get(key, ("", None))[1]
-                value = self._resolved(own, value, file.place(own))
+                value = value if row is None else self._resolved(own, value, file.place(own))
                 for each in _words(value) if row is not None and row.subject.name == "fsdp" else [value]:
                     yield Entry(own, each, row, file.place(own), key, self._closed(named))
 

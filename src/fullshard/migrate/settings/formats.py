@@ -38,6 +38,7 @@ def _score(each: Format, table: Mapping[str, Any]) -> int:
     if each.name in ("composer", "hf"):  # also the table itself, without a block around it
         own = ("composer",) if each.name == "composer" else ("plugin", "plugin-v1", "plugin-v2")
         known |= {f"{p}{key}" for name in own for row in ROWS[name] for key in row.names for p in ("", "fsdp_")}
+        known -= {"version"}
     signs = set(each.signs)
     if each.name in ("trl", "llamafactory") and len(keys & signs) > 1:  # the Trainer's keys, and own ones
         signs |= set(FORMATS["hf"].signs)
