@@ -34,6 +34,10 @@ def tables() -> dict[str, str]:
         "offload": _rows(arguments.CPU_OFFLOAD),
         "ddp": _rows(arguments.DDP),
         "calls": _rows(arguments.CALLS),
+        "shapes": _table(("before", "here"), [(_code(old), new) for old, new in arguments.SHAPES.values()]),
+        "left": _table(
+            ("what stays, and why",), [(reason.replace("{}", "..."),) for reason in arguments.TOLD.values()]
+        ),
         "seed-004": _table(("feature of seed 004", "here", "setting of a config"), SEED_004),
     }
     return found | {name: _vocabularies(parts) for name, parts in PAGES_OF_KEYS.items()}

@@ -1,7 +1,7 @@
 """Runs the programs of tests/migrations before and after `fullshard migrate`, in the same processes.
 
-A program is a file, or a folder whose first file is `train.py` or `main.py`. Its `main()` runs in a process group and
-returns what is compared: tensors and numbers in lists and dicts.
+A program is a file, or a folder whose first file is `train.py` or `main.py`, there or in `scripts`. Its `main()` runs
+in a process group and returns what is compared: tensors and numbers in lists and dicts. A notebook has `RESULT`.
 """
 
 from __future__ import annotations
@@ -26,6 +26,12 @@ FOLDER = Path(__file__).parents[1] / "migrations"
 
 
 _init = FullyShardedDataParallel.__init__
+_optimizer_state = FullyShardedDataParallel._optim_state_dict_impl
+
+
+def _on_device(*args: Any, **kwargs: Any) -> Any:
+    """On the CPU, FSDP1 frees what it offloads before it is read."""
+    return _optimizer_state(*args, **{**kwargs, "cpu_offload": False})
 
 
 def _on_cpu(self: FullyShardedDataParallel, module: nn.Module, *args: Any, **kwargs: Any) -> None:
@@ -51,21 +57,38 @@ def entry(name: str) -> Path:
     folder = FOLDER / "programs" / name
     if not folder.is_dir():
         return folder.with_suffix(".py")
-    return next(path for path in (folder / "train.py", folder / "main.py") if path.exists())
+    return next(folder / each for each in ("train.py", "main.py", "scripts/train.py") if (folder / each).exists())
 
 
-def migrated(name: str, folder: Path) -> tuple[Migration, Path]:
+def told() -> list[Path]:
+    """Programs in which lines are left to a person. Each has `# told` on it."""
+    return sorted((FOLDER / "told").glob("*.py"))
+
+
+def uses_fsdp1(name: str) -> bool:
+    folder = FOLDER / "programs" / name
+    files = folder.rglob("*.py") if folder.is_dir() else [folder.with_suffix(".py")]
+    return any("FullyShardedDataParallel" in path.read_text() for path in files)
+
+
+def _root(path: Path) -> Path:
+    """The folder of a program: of its copies too."""
+    return path.parent.parent if path.parent.name == "scripts" else path.parent
+
+
+def migrated(name: str, folder: Path, *, adapter: bool = False) -> tuple[Migration, Path]:
     """The migration of a program, and the first file of its new form, written below `folder`."""
     first = entry(name)
-    found = migrate_code(first)
-    if first.parent.name == name:
-        shutil.copytree(first.parent, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__"))
+    root = _root(first)
+    found = migrate_code(first, adapter=adapter)
+    if root.name == name:
+        shutil.copytree(root, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__"))
     else:
         folder.mkdir(exist_ok=True)
         shutil.copy(first, folder)
     for path, (_, new) in found.texts.items():
-        (folder / Path(path).relative_to(first.parent)).write_text(new)
-    return found, folder / first.name
+        (folder / Path(path).relative_to(root)).write_text(new)
+    return found, folder / first.relative_to(root)
 
 
 def run(path: Path, dtype: torch.dtype) -> dict[str, Any]:
@@ -74,32 +97,34 @@ def run(path: Path, dtype: torch.dtype) -> dict[str, Any]:
     random.seed(0)
     before, modules = torch.get_default_dtype(), set(sys.modules)
     torch.set_default_dtype(dtype)
-    sys.path.insert(0, str(path.parent))
+    paths = list(sys.path)
+    sys.path[:0] = [str(path.parent), str(FOLDER / "standins")]
     sys.dont_write_bytecode = True
     try:
         with (
             warnings.catch_warnings(),
             mock.patch.object(FullyShardedDataParallel, "__init__", _on_cpu),
-            # On the CPU, FSDP1 frees what it offloads before it is read.
+            mock.patch.object(FullyShardedDataParallel, "_optim_state_dict_impl", staticmethod(_on_device)),
             mock.patch("torch.distributed.fsdp.FullStateDictConfig", lambda **_: FullStateDictConfig()),
         ):
             warnings.simplefilter("ignore")  # of what torch says about FSDP1, none is about what is tested
             flat: dict[str, Any] = {}
-            programs._flatten(flat, "", importlib.import_module(path.stem).main())
+            module = importlib.import_module(path.stem)
+            programs._flatten(flat, "", module.main() if hasattr(module, "main") else module.RESULT)
             return flat
     finally:
         torch.set_default_dtype(before)
-        sys.path.remove(str(path.parent))
+        sys.path[:] = paths
         for name in set(sys.modules) - modules:
             file = getattr(sys.modules[name], "__file__", None) or ""
-            if file.startswith(str(path.parent)):
+            if file.startswith((str(_root(path)), str(FOLDER))):
                 del sys.modules[name]
 
 
 def compare(rank: int, old: str, new: str) -> list[str]:
     """On each rank: what the two programs return differently, by more than half of the digits: rounding that grew that
     much, where any other fault is visible. FSDP1 can only clip in float32."""
-    narrow = any("clip_grad_norm_" in path.read_text() for path in Path(old).parent.rglob(_pattern(Path(old))))
+    narrow = any("clip_grad_norm_" in path.read_text() for path in _root(Path(old)).rglob(_pattern(Path(old))))
     dtype, allowed = (torch.float32, 2.0**-12) if narrow else (torch.float64, 2.0**-26)
     found, expected = run(Path(new), dtype), run(Path(old), dtype)
     assert found, "the program returned nothing"

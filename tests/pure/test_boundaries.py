@@ -70,10 +70,12 @@ PURE += tuple(f"fullshard.guard.{name}" for name in "diagnosis facts failures or
 FSDP_ALLOWED = {
     "verify/subject.py": "`fullshard verify --against torch` trains with it",
     "verify/former.py": "`fullshard migrate --prove` trains with FSDP1 and DDP",
+    "compat/fsdp1_types.py": "enums, configs and policies of unchanged programs are torch's own",
 }
 
 # Beside the engine: who registers hooks.
 HOOKS_ALLOWED = {
+    "compat/fsdp1.py": "names of a state dict that is loaded, through a wrapper that is one level more",
     "verify/weights.py": "for the cause of a difference: sees gradients of each rank independently of the engine",
 }
 
@@ -101,6 +103,7 @@ PRIVATE_ALLOWED: dict[tuple[str, str], str] = {
     ("checkpoint/formats/pretrained.py", "._weight_conversions"): "transformers: what save_pretrained undoes",
     ("checkpoint/formats/writings.py", "'_weight_conversions'"): "the same",
     ("checkpoint/formats/writings.py", "'_keys_to_ignore_on_save'"): "transformers: what its files leave out",
+    ("compat/fsdp1.py", "'_module_classes_to_ignore'"): "a field of FSDP1's MixedPrecision, which users set",
     ("guard/process.py", "._current_frames"): "of Python's sys, documented; torch has no such name",
     ("param/swap.py", "._parameters"): "the one file that puts tensors on modules: setattr takes thirty times as long",
 }

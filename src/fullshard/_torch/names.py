@@ -145,6 +145,7 @@ MARKS: dict[str, str] = {
     "_checkpoint_internal": "hooks of fullshard are no user's, of which selective recomputation warns from 2.14 on",
     "_user_hooks": "the user's hooks below them, which are none",
     "_is_fsdp_managed_module": _MARKS,
+    "_module_classes_to_ignore": "FSDP1's MixedPrecision: classes that it leaves out; there is no public name",
     "_fsdp_use_orig_params": _MARKS,
     "_distribute_module_applied": "the mark that `distribute_module` looks for, so that it refuses a sharded module",
 }

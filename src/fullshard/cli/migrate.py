@@ -8,12 +8,15 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from .programs import migrate_programs
 from .proof import STAND_IN, prove
 
 _EXAMPLES = """\
 examples:
   fullshard migrate train.py                       what FSDP1, DDP and torch's FSDP2 in it become; writes train.patch
   patch -p1 < train.patch                          after you have read it
+  fullshard migrate --adapter train.py             FSDP1's class on fullshard: imports change, calls stay
+  fullshard migrate repository                     all programs in it; writes repository.patches
   fullshard migrate train.py --json --output new.patch
   fullshard migrate accelerate.yaml                what each key becomes; writes accelerate.fullshard.toml
   fullshard migrate ds_config.json --accept-lossy zero_optimization.zero_quantized_weights
@@ -43,10 +46,19 @@ def add_command(commands: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     migrate.add_argument(
-        "path", type=Path, metavar="CODE.py | CONFIG", help="a program, with the modules beside it, or a configuration"
+        "path",
+        type=Path,
+        metavar="CODE.py | FOLDER | CONFIG",
+        help="a program, with the modules of its repository, all programs in a folder, or a configuration",
     )
     migrate.add_argument(
-        "--output", type=Path, metavar="FILE", help="what to write (default: CODE.patch, CONFIG.fullshard.toml, here)"
+        "--output",
+        type=Path,
+        metavar="FILE",
+        help="what to write (default: CODE.patch, FOLDER.patches, CONFIG.fullshard.toml, here)",
+    )
+    migrate.add_argument(
+        "--adapter", action="store_true", help="of a program of FSDP1: keep its calls, and change its imports alone"
     )
     migrate.add_argument("--format", choices=FORMATS, help="of a configuration (default: the one it looks like)")
     migrate.add_argument(
@@ -73,8 +85,10 @@ def run(arguments: argparse.Namespace) -> int:
             path = path.relative_to(Path.cwd())
         if arguments.prove:
             return _prove(path, arguments)
-        if path.suffix == ".py":
-            return _migrate_code(path, arguments)
+        if path.suffix == ".py" or path.is_dir():
+            return migrate_programs(path, arguments)
+        if arguments.adapter:
+            raise MigrationError(f"--adapter {path}: expected a program or a folder, found neither")
         return _migrate_config(path, arguments)
     except MigrationError as error:
         print(f"fullshard migrate: {error}", file=sys.stderr)
@@ -84,33 +98,12 @@ def run(arguments: argparse.Namespace) -> int:
 def _prove(path: Path, arguments: argparse.Namespace) -> int:
     from fullshard.migrate.verdict import MigrationError
 
-    if path.suffix == ".py":
+    if path.suffix == ".py" or path.is_dir():
         raise MigrationError(f"--prove {path}: expected a configuration; --program names the model")
     for name in ("nproc", "steps"):
         if getattr(arguments, name) < 1:
             raise MigrationError(f"--{name} {getattr(arguments, name)}: expected at least 1")
     return prove(path, arguments)
-
-
-def _migrate_code(path: Path, arguments: argparse.Namespace) -> int:
-    from fullshard.migrate.code import migrate_code
-    from fullshard.migrate.verdict import Judgement, MigrationError
-
-    if arguments.format is not None:
-        raise MigrationError(f"--format {arguments.format}: expected a configuration, found a program")
-    found = migrate_code(path)
-    judged = Judgement(found.findings, arguments.accept_lossy)
-    judged.check_accepted()
-    target = arguments.output or Path(f"{path.stem}.patch")
-    if found.texts:
-        _write(target, found.patch)
-    if arguments.json:
-        files = {"patch": str(target) if found.texts else None, "changed": [*found.texts], "read": [*found.files]}
-        print(json.dumps({"program": str(path), **files, **judged.as_json()}))
-    else:
-        changed = f"{target}: {len(found.texts)} of {len(found.files)} files change; patch -p1 < {target}"
-        print(f"{judged}\n{changed if found.texts else 'nothing changes'}")
-    return judged.exit_code
 
 
 def _migrate_config(path: Path, arguments: argparse.Namespace) -> int:

@@ -2,17 +2,17 @@
 
     from fullshard.compat.fsdp1 import FullyShardedDataParallel as FSDP, MixedPrecision, ShardingStrategy
 
-Enums and configs of torch itself are accepted too, and its policies that can be called. One notice is given for each
-argument that no longer matters.
+Enums, configs and policies are torch's own. One notice is given for each argument that no longer matters.
 """
 
 from __future__ import annotations
 
 import os
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -35,19 +35,24 @@ from .fsdp1_types import (
     CustomPolicy,
     FullOptimStateDictConfig,
     FullStateDictConfig,
+    LocalOptimStateDictConfig,
     LocalStateDictConfig,
     MixedPrecision,
     ModuleWrapPolicy,
     OptimStateDictConfig,
+    OptimStateKeyType,
     ShardedOptimStateDictConfig,
     ShardedStateDictConfig,
     ShardingStrategy,
     StateDictConfig,
+    StateDictSettings,
     StateDictType,
     always_wrap_policy,
+    enable_wrap,
     lambda_auto_wrap_policy,
     size_based_auto_wrap_policy,
     transformer_auto_wrap_policy,
+    wrap,
 )
 
 __all__ = [
@@ -57,20 +62,25 @@ __all__ = [
     "FullOptimStateDictConfig",
     "FullStateDictConfig",
     "FullyShardedDataParallel",
+    "LocalOptimStateDictConfig",
     "LocalStateDictConfig",
     "MixedPrecision",
     "ModuleWrapPolicy",
     "OptimStateDictConfig",
+    "OptimStateKeyType",
     "ShardedGradScaler",
     "ShardedOptimStateDictConfig",
     "ShardedStateDictConfig",
     "ShardingStrategy",
     "StateDictConfig",
+    "StateDictSettings",
     "StateDictType",
     "always_wrap_policy",
+    "enable_wrap",
     "lambda_auto_wrap_policy",
     "size_based_auto_wrap_policy",
     "transformer_auto_wrap_policy",
+    "wrap",
 ]
 
 ShardedGradScaler = GradScaler
@@ -78,22 +88,20 @@ ShardedGradScaler = GradScaler
 _INNER = "_fsdp_wrapped_module"
 _UNSET: Any = object()
 # Arguments that are taken and change nothing.
+_OF_UNITS = ("mixed_precision", "cpu_offload", "sharding_strategy")
 WITHOUT_EFFECT = ("backward_prefetch", "forward_prefetch", "limit_all_gathers", "use_orig_params", "device_id")
 
 
-class StateDictSettings(NamedTuple):
-    """The form of state dicts, as `state_dict_type` sets it."""
-
-    state_dict_type: Any = StateDictType.FULL_STATE_DICT
-    state_dict_config: Any = FullStateDictConfig()
-    optim_state_dict_config: Any = FullOptimStateDictConfig()
+_WRAPPED: weakref.WeakSet[Any] = weakref.WeakSet()  # inner modules of wrappers, which count as one with them
 
 
 class _Looks(type):
     """Modules that the policy made units count as wrapped: `isinstance(layer, FullyShardedDataParallel)`."""
 
     def __instancecheck__(cls, instance: object) -> bool:
-        return type.__instancecheck__(cls, instance) or isinstance(instance, FSDPModule)
+        is_base = cls.__dict__.get("__module__") == __name__
+        is_unit = is_base and isinstance(instance, FSDPModule) and instance not in _WRAPPED
+        return type.__instancecheck__(cls, instance) or is_unit
 
 
 class FullyShardedDataParallel(nn.Module, metaclass=_Looks):
@@ -104,9 +112,11 @@ class FullyShardedDataParallel(nn.Module, metaclass=_Looks):
     `device_mesh` replicate between nodes of LOCAL_WORLD_SIZE ranks. param_init_fn: called with modules whose parameters
     have memory. Without a context `state_dict()` is full, as in FSDP1.
 
-    Raises `ValueError` for a policy or strategy that is none, process groups in a tuple, `torch.distributed` types that
-    FSDP1 does not take, and the errors of `fully_shard`. Source: the signature and documentation of torch 2.13.
+    Raises `ValueError` for a policy or strategy that is none, `torch.distributed` types that FSDP1 does not take, and
+    the errors of `fully_shard`. Source: the signature and documentation of torch 2.13.
     """
+
+    _settings: StateDictSettings
 
     def __init__(
         self,
@@ -141,15 +151,17 @@ class FullyShardedDataParallel(nn.Module, metaclass=_Looks):
             "mesh": mesh,
             "reshard_after_forward": False if strategy in ("SHARD_GRAD_OP", "_HYBRID_SHARD_ZERO2") else None,
             "ignored_params": _ignored(ignored_modules, ignored_states) or None,
-            "offload_policy": fullshard.CPUOffloadPolicy()
-            if getattr(cpu_offload, "offload_params", False)
-            else fullshard.OffloadPolicy(),
+            "offload_policy": _offload(cpu_offload),
         }
         _shard(module, options, auto_wrap_policy, mixed_precision, sync_module_states)
         if any(parameter.is_meta for parameter in module.parameters()):
             fullshard.materialize(module, init=param_init_fn)
         setattr(self, _INNER, module)
-        self._settings = StateDictSettings()
+        _WRAPPED.add(module)
+        self._settings = StateDictSettings(
+            StateDictType.FULL_STATE_DICT, FullStateDictConfig(), FullOptimStateDictConfig()
+        )
+        self.register_load_state_dict_pre_hook(self._take_plain_names)  # type: ignore[no-untyped-call]
 
     # ---- the wrapped module ----------------------------------------------------------------------------------------
 
@@ -224,9 +236,6 @@ class FullyShardedDataParallel(nn.Module, metaclass=_Looks):
     def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[nn.Module]:
         """The wrappers and sharded modules at and below `module`; with `root_only` those in no other one."""
         found: list[nn.Module] = [each for each in module.modules() if isinstance(each, FullyShardedDataParallel)]
-        # A wrapper and its inner module are one.
-        inner = {each.module for each in found if type(each) is FullyShardedDataParallel}
-        found = [each for each in found if each not in inner]
         if root_only:
             found = [m for m in found if not any(m is not other and m in other.modules() for other in found)]
         return found
@@ -250,21 +259,23 @@ class FullyShardedDataParallel(nn.Module, metaclass=_Looks):
         settings = StateDictSettings(
             StateDictType[str(kind)], state_dict_config or default, optim_state_dict_config or optim
         )
-        wrappers = [each for each in module.modules() if type(each) is FullyShardedDataParallel]
+        wrappers = [each for each in module.modules() if _is_wrapper(each)]
         if not wrappers:
             raise ValueError(
                 f"module: expected a FullyShardedDataParallel, or one with such in it, found {type(module).__name__}"
             )
-        before = wrappers[0]._settings
+        before = FullyShardedDataParallel.get_state_dict_type(module)
         for wrapper in wrappers:
-            wrapper._settings = settings
+            wrapper._settings = settings  # type: ignore[assignment]
         return before
 
     @staticmethod
     def get_state_dict_type(module: nn.Module) -> StateDictSettings:
         """The form of state dicts of the first wrapper at or below `module`."""
-        found = (each._settings for each in module.modules() if type(each) is FullyShardedDataParallel)
-        return next(found, StateDictSettings())
+        default = StateDictSettings(StateDictType.FULL_STATE_DICT, FullStateDictConfig(), FullOptimStateDictConfig())
+        found: Any = next((each for each in module.modules() if _is_wrapper(each)), None)
+        settings: StateDictSettings = default if found is None else found._settings
+        return settings
 
     @staticmethod
     @contextmanager
@@ -277,7 +288,9 @@ class FullyShardedDataParallel(nn.Module, metaclass=_Looks):
         try:
             yield
         finally:
-            wrap.set_state_dict_type(module, *before)
+            wrap.set_state_dict_type(
+                module, before.state_dict_type, before.state_dict_config, before.optim_state_dict_config
+            )
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """In the form of `state_dict_type`; collective for the full one."""
@@ -291,9 +304,15 @@ class FullyShardedDataParallel(nn.Module, metaclass=_Looks):
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Whole tensors, the same on all ranks, or sharded ones."""
-        here = self.module.state_dict()
-        cut = {plain_name(name): value for name, value in state_dict.items()}
-        return self.module.load_state_dict({n: _like(here.get(n), v) for n, v in cut.items()}, strict, assign)
+        here = dict(self.named_parameters(remove_duplicate=False))
+        cut = {name: _like(here.get(plain_name(name)), value) for name, value in state_dict.items()}
+        return super().load_state_dict(cut, strict, assign)
+
+    def _take_plain_names(self, _: nn.Module, state_dict: dict[str, Any], prefix: str, *others: Any) -> None:
+        """Names in a state dict are those of the plain model; the inner module is one level further down."""
+        for name in [name for name in state_dict if name.startswith(prefix)]:
+            if not name.startswith(f"{prefix}{_INNER}."):
+                state_dict[f"{prefix}{_INNER}.{name.removeprefix(prefix)}"] = state_dict.pop(name)
 
     @staticmethod
     def optim_state_dict(
@@ -305,15 +324,44 @@ class FullyShardedDataParallel(nn.Module, metaclass=_Looks):
         """The optimizer's state under names of parameters, in the form of `state_dict_type`. Collective if full."""
         if optim_state_dict is not None:
             raise NotImplementedError("optim_state_dict: expected None, found a dict; load it into the optimizer first")
-        kind, _, config = FullyShardedDataParallel.get_state_dict_type(model)
-        full = kind is StateDictType.FULL_STATE_DICT
-        named = checkpoint.get_state_dict(_inner(model), optim)[1]
-        keep = _keeps(full, config)
-        state = {
-            name: in_form(entries, full=full, offload_to_cpu=config.offload_to_cpu, keep=keep)
-            for name, entries in named["state"].items()
-        }
-        return {"state": state, "param_groups": [dict(each) for each in named["param_groups"]]} if keep else {}
+        settings = FullyShardedDataParallel.get_state_dict_type(model)
+        full, config = settings.state_dict_type is StateDictType.FULL_STATE_DICT, settings.optim_state_dict_config
+        return _optimizer_state(model, optim, full, config)
+
+    @staticmethod
+    def full_optim_state_dict(
+        model: nn.Module,
+        optim: torch.optim.Optimizer,
+        optim_input: Any = None,
+        rank0_only: bool = True,
+        group: Any = None,
+    ) -> dict[str, Any]:
+        """`optim_state_dict` with whole tensors in host memory, on rank 0 alone unless set otherwise. Collective."""
+        return _optimizer_state(model, optim, True, FullOptimStateDictConfig(rank0_only=rank0_only))
+
+    @staticmethod
+    def sharded_optim_state_dict(model: nn.Module, optim: torch.optim.Optimizer, group: Any = None) -> dict[str, Any]:
+        """`optim_state_dict` with sharded tensors."""
+        return _optimizer_state(model, optim, False, ShardedOptimStateDictConfig())
+
+    @staticmethod
+    def shard_full_optim_state_dict(
+        full_optim_state_dict: dict[str, Any],
+        model: nn.Module,
+        optim_input: Any = None,
+        optim: torch.optim.Optimizer | None = None,
+    ) -> dict[str, Any]:
+        """What `optim.load_state_dict` takes, made of a full state that every rank has."""
+        if optim is None:
+            raise ValueError("optim: expected the optimizer, found None; pass optim=")
+        return FullyShardedDataParallel.optim_state_dict_to_load(model, optim, full_optim_state_dict)
+
+    @staticmethod
+    def flatten_sharded_optim_state_dict(
+        sharded_optim_state_dict: dict[str, Any], model: nn.Module, optim: torch.optim.Optimizer
+    ) -> dict[str, Any]:
+        """The same, of what `sharded_optim_state_dict` returned."""
+        return FullyShardedDataParallel.optim_state_dict_to_load(model, optim, sharded_optim_state_dict)
 
     @staticmethod
     def optim_state_dict_to_load(
@@ -356,13 +404,28 @@ def plain_name(name: str) -> str:
     return name.replace(f"{_INNER}.", "")
 
 
+def _optimizer_state(model: nn.Module, optim: torch.optim.Optimizer, full: bool, config: Any) -> dict[str, Any]:
+    named = checkpoint.get_state_dict(_inner(model), optim)[1]
+    keep = _keeps(full, config)
+    state = {
+        plain_name(name): in_form(entries, full=full, offload_to_cpu=config.offload_to_cpu, keep=keep)
+        for name, entries in named["state"].items()
+    }
+    groups = [{**each, "params": [plain_name(name) for name in each["params"]]} for each in named["param_groups"]]
+    return {"state": state, "param_groups": groups} if keep else {}
+
+
+def _is_wrapper(module: object) -> bool:
+    return issubclass(type(module), FullyShardedDataParallel)
+
+
 def _keeps(full: bool, config: Any) -> bool:
     """Whether this rank gets the state."""
     return not full or not config.rank0_only or dist.get_rank() == 0
 
 
 def _inner(module: nn.Module) -> nn.Module:
-    return module.module if type(module) is FullyShardedDataParallel else module
+    return module.module if _is_wrapper(module) else module  # type: ignore[return-value]
 
 
 def _name_of(value: Any, kind: Any, argument: str) -> str | None:
@@ -383,7 +446,7 @@ def _mesh(strategy: str, group: Any, mesh: DeviceMesh | None) -> DeviceMesh:
     if mesh is not None:
         return mesh
     if isinstance(group, tuple):
-        raise ValueError("process_group: expected one group, found a tuple; pass device_mesh=, of (replicate, shard)")
+        return _mesh_of_two(group, device)
     if group is not None:
         mesh = DeviceMesh.from_group(group, device)
     world = dist.get_world_size(group)
@@ -400,6 +463,14 @@ def _mesh(strategy: str, group: Any, mesh: DeviceMesh | None) -> DeviceMesh:
             )
         return init_device_mesh(device, (world // local, local), mesh_dim_names=("replicate", "shard"))
     return mesh if mesh is not None else init_device_mesh(device, (world,))
+
+
+def _mesh_of_two(groups: Any, device: str) -> DeviceMesh:
+    """Of FSDP1's pair (group that shards, group that replicates), where ranks of the others follow by the same steps,
+    as nodes do."""
+    shard, replicate = (sorted(dist.get_process_group_ranks(group)) for group in groups)
+    ranks = torch.tensor([[rank + other - dist.get_rank() for rank in shard] for other in replicate])
+    return DeviceMesh.from_group([groups[1], groups[0]], device, ranks, mesh_dim_names=("replicate", "shard"))
 
 
 def _ignored(modules: Iterable[nn.Module] | None, states: Iterable[Any] | None) -> set[nn.Parameter]:
@@ -427,10 +498,30 @@ def _shard(module: nn.Module, options: dict[str, Any], policy: Any, precision: A
         if sync:
             done = {each for each in module.modules() if isinstance(each, FSDPModule)}
             send_values(tree, plan.modules, options["mesh"], (made | done) - {unit})
-        given = {**options, "mp_policy": _policy(precision), **plan.arguments}
+        given = {**options, "mp_policy": _policy(precision), **_of_unit(plan.arguments)}
         if unit in full:
             given["mp_policy"] = _policy(precision, full=True)
         fully_shard(unit, **given)
+
+
+def _of_unit(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments that a policy gives for one unit, FSDP1's or those of `fully_shard`."""
+    made = {name: value for name, value in given.items() if name not in (*WITHOUT_EFFECT, *_OF_UNITS)}
+    if "mixed_precision" in given:
+        made["mp_policy"] = _policy(given["mixed_precision"])
+    if "cpu_offload" in given:
+        made["offload_policy"] = _offload(given["cpu_offload"])
+    if "sharding_strategy" in given:
+        name = _name_of(given["sharding_strategy"], ShardingStrategy, "sharding_strategy")
+        if name not in ("FULL_SHARD", "SHARD_GRAD_OP"):
+            raise ValueError(f"sharding_strategy of a unit: expected FULL_SHARD or SHARD_GRAD_OP, found {name}")
+        made["reshard_after_forward"] = name == "FULL_SHARD"
+    return made
+
+
+def _offload(given: Any) -> fullshard.OffloadPolicy:
+    wanted = getattr(given, "offload_params", False)
+    return fullshard.CPUOffloadPolicy() if wanted else fullshard.OffloadPolicy()
 
 
 def _policy(precision: Any, *, full: bool = False) -> fullshard.MixedPrecisionPolicy:

@@ -8,7 +8,7 @@ STRATEGY = ShardingStrategy.HYBRID_SHARD
 
 def main():
     torch.manual_seed(0)
-    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicate", "shard"))
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("between", "within"))
     model = FSDP(nn.Linear(6, 6), device_mesh=mesh, sharding_strategy=STRATEGY, use_orig_params=True)
     opt = torch.optim.SGD(model.parameters(), lr=0.1)
     torch.manual_seed(torch.distributed.get_rank())

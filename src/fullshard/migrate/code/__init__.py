@@ -1,21 +1,24 @@
-"""`fullshard migrate CODE.py`: programs that use FSDP1, DDP or torch's FSDP2, explained and rewritten.
+"""`fullshard migrate PROGRAM.py`: programs that use FSDP1, DDP or torch's FSDP2, explained and rewritten.
 
 arguments    what each argument and call means here: the tables
-project      the files of the program, and what names in them stand for
-flow         which variables hold wrapped models
-plan         the changes of a file, as data
-calls        decides about calls | wrapping: about wrapped models | states: about state dicts
-rewriting    carries a plan out
+project      the files of the program, and what names in them mean
+flow         which variables hold wrapped models, and who calls whom
+ranks        what only some ranks run
+program      what is asked about all this
+decision     looks at each use: wrapping and states decide, or adapter keeps FSDP1's class
+edits        the changes of a file, and its new text
 """
 
 from __future__ import annotations
 
 import difflib
-import importlib.util
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..verdict import Finding, MigrationError, in_order
+from ..verdict import UNSUPPORTED, Finding, in_order
+from .decision import Decision
+from .flow import Flow
+from .project import File, Project, imported, read_project
 
 
 @dataclass(frozen=True)
@@ -29,36 +32,54 @@ class Migration:
     @property
     def patch(self) -> str:
         """For `patch -p1` or `git apply`, from the folder that the paths begin in."""
-        lines: list[str] = []
-        for path, (old, new) in self.texts.items():
-            name = path.lstrip("/")
-            for line in difflib.unified_diff(
-                old.splitlines(keepends=True), new.splitlines(keepends=True), f"a/{name}", f"b/{name}"
-            ):
-                lines.append(line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n")
-        return "".join(lines)
+        return "".join(self.patch_of(path) for path in self.texts)
+
+    def patch_of(self, path: str) -> str:
+        """The part of one file."""
+        old, new = self.texts[path]
+        name = path.lstrip("/")
+        lines = difflib.unified_diff(
+            old.splitlines(keepends=True), new.splitlines(keepends=True), f"a/{name}", f"b/{name}"
+        )
+        return "".join(line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n" for line in lines)
 
 
-def migrate_code(path: Path) -> Migration:
-    """What becomes of the program that begins in the file `path`, and of the modules beside it that it imports.
+def migrate_code(path: Path, *, adapter: bool = False) -> Migration:
+    """What becomes of the program that begins in the file `path`, or of all programs in the folder `path`, and of the
+    modules of the repository that they import. With `adapter` FSDP1's calls stay, and their imports change.
 
-    Nothing is written. Raises `MigrationError`: LibCST is missing, a file cannot be read, or is no valid Python.
+    Nothing is written. Raises `MigrationError`: a file cannot be read, or is no valid Python.
     """
-    if importlib.util.find_spec("libcst") is None:
-        raise MigrationError("reading programs needs LibCST, which is not installed: pip install libcst")
-    from .calls import decide
-    from .flow import Flow
-    from .project import read_project
-    from .rewriting import rewrite
-
     project = read_project(path)
     flow = Flow(project)
-    plans = [decide(project, flow, file) for file in project.files]
-    texts = {}
-    for plan in plans:
-        old, new = plan.file.tree.code, rewrite(plan)
-        if old != new:
-            compile(new, plan.file.shown, "exec")  # what is written can be read again
-            texts[plan.file.shown] = old, new
-    findings = in_order(finding for plan in plans for finding in plan.findings)
-    return Migration(findings, texts, tuple(file.shown for file in project.files))
+    findings, texts = [], {}
+    for files in _programs(project):
+        decision = Decision(project, flow, files)
+        edits = decision.decide(adapter=adapter)
+        for file in files:
+            new = edits[file].text()
+            findings += edits[file].findings
+            if new != file.text:
+                compile(new, file.shown, "exec", dont_inherit=True)  # what is written can be read again
+                texts[file.shown] = file.text, new
+    order = {file.shown: number for number, file in enumerate(project.files)}
+    texts = {name: texts[name] for name in sorted(texts, key=order.__getitem__)}
+    return Migration(in_order(findings), texts, tuple(file.shown for file in project.files))
+
+
+def _programs(project: Project) -> list[list[File]]:
+    """Files that import each other, together: what a name is in one of them decides what changes in another."""
+    group = {file: number for number, file in enumerate(project.files)}
+    for file in project.files:
+        for path in imported(project, file):
+            other = project.file(path)
+            if other is not None and group[other] != group[file]:
+                old, new = group[other], group[file]
+                group = {each: new if number == old else number for each, number in group.items()}
+    found: dict[int, list[File]] = {}
+    for file, number in group.items():
+        found.setdefault(number, []).append(file)
+    return list(found.values())
+
+
+__all__ = ["UNSUPPORTED", "Migration", "migrate_code"]

@@ -1,32 +1,23 @@
-"""The user's program as syntax trees: its file, the modules beside it that it imports, and what each name stands for.
-
-Needs LibCST, the extra `migrate`.
-"""
+"""The user's program as syntax trees: its files, those of the repository that it imports, and what each name means."""
 
 from __future__ import annotations
 
 import ast
+import builtins
+import io
+import re
+import sys
+import tokenize
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import cached_property
 from pathlib import Path
-
-import libcst as cst
-from libcst.metadata import (
-    Assignment,
-    ImportAssignment,
-    MetadataWrapper,
-    ParentNodeProvider,
-    PositionProvider,
-    QualifiedNameProvider,
-    Scope,
-    ScopeProvider,
-)
+from typing import Any, NamedTuple
 
 from ..verdict import MigrationError, Place
 
-# torch's modules that have FSDP1 and FSDP2, old places included, longest first.
-_FSDP_MODULES = (
+# torch's modules that have FSDP1 and FSDP2, old places included, longest first; and the adapter.
+FSDP_MODULES = (
+    "fullshard.compat.fsdp1",
     "torch.distributed.fsdp.fully_sharded_data_parallel",
     "torch.distributed.fsdp.sharded_grad_scaler",
     "torch.distributed._composable.fsdp.fully_shard",
@@ -35,95 +26,197 @@ _FSDP_MODULES = (
     "torch.distributed.fsdp.wrap",
     "torch.distributed.fsdp",
 )
-_DDP = ("torch.nn.parallel.DistributedDataParallel", "torch.nn.parallel.distributed.DistributedDataParallel")
+_DDP = ("torch.nn.parallel.distributed.DistributedDataParallel", "torch.nn.parallel.DistributedDataParallel")
+_SCOPES = (ast.Module, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)
+_COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
+FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+# Where a repository begins.
+_ROOTS = (".git", "pyproject.toml", "setup.py", "setup.cfg", "requirements.txt")
+_SKIPPED = {"build", "dist", "node_modules", "site-packages", "venv", "__pycache__"}
 
 
-@dataclass(frozen=True, slots=True)
-class Name:
-    """What an expression stands for. `kind`: "fsdp" (of torch's FSDP modules; `path` is "MixedPrecision", say),
-    "ddp", "local" (`path` in the module `module` of the program) or "other" (`path` dotted)."""
+class Name(NamedTuple):
+    """What an expression means. `kind`: "fsdp" (of torch's FSDP modules; `path` is "MixedPrecision", say), "ddp",
+    "local" (`node`: its scope, or its definition in the program) or "other" (`path` dotted)."""
 
     kind: str
     path: str
-    module: str = ""
+    node: ast.AST | None = None
+
+
+class Binding(NamedTuple):
+    """What gives a variable its value. `path`: of an import; `value`: of `name = value`; `node`: the statement."""
+
+    node: ast.AST
+    path: str = ""
+    value: ast.expr | None = None
 
 
 class File:
-    """One file of the program. `module`: its dotted name from the folder of the first file."""
+    """One file of the program. Positions are offsets in `text`."""
 
-    def __init__(self, path: Path, shown: str, module: str, tree: cst.Module) -> None:
-        self.path, self.shown, self.module = path, shown, module
-        self.wrapper = MetadataWrapper(tree)
-        self.tree = self.wrapper.module
-
-    @cached_property
-    def names(self) -> dict[cst.CSTNode, set[tuple[str, bool]]]:
-        """The dotted names that a node may stand for, each with whether it is of this file."""
-        found = self.wrapper.resolve(QualifiedNameProvider)
-        return {
-            node: {(each.name, each.source.name == "LOCAL") for each in (value() if callable(value) else value)}
-            for node, value in found.items()
+    def __init__(self, path: Path, shown: str, text: str, tree: ast.Module) -> None:
+        self.path, self.shown, self.text, self.tree = path, shown, text, tree
+        self.nodes: list[Any] = []
+        self.parents: dict[ast.AST, ast.AST] = {}
+        self.bindings: dict[ast.AST, dict[str, list[Binding]]] = {}
+        self.stars: list[str] = []
+        lines = re.findall(r"[^\r\n]*(?:\r\n|\r|\n)|[^\r\n]+$", text)
+        self.lines = lines
+        self.starts = [0]
+        for line in lines:
+            self.starts.append(self.starts[-1] + len(line))
+        self.newline = "\r\n" if "\r\n" in text else "\n"
+        self._walk(tree)
+        self._outer = {  # names that a function takes from outside by `global`
+            (self.scope(node), name)
+            for node in self.nodes
+            if isinstance(node, (ast.Global, ast.Nonlocal))
+            for name in node.names
         }
+        for node in self.nodes:
+            self._bind(node)
 
-    @cached_property
-    def parents(self) -> dict[cst.CSTNode, cst.CSTNode]:
-        return dict(self.wrapper.resolve(ParentNodeProvider))
+    def _walk(self, node: ast.AST) -> None:
+        self.nodes.append(node)
+        for child in ast.iter_child_nodes(node):
+            self.parents[child] = node
+            self._walk(child)
 
-    @cached_property
-    def scopes(self) -> dict[cst.CSTNode, Scope]:
-        return {node: scope for node, scope in self.wrapper.resolve(ScopeProvider).items() if scope is not None}
+    # ---- text ------------------------------------------------------------------------------------------------------
 
-    @cached_property
-    def _positions(self) -> dict[cst.CSTNode, tuple[int, int]]:
-        found = self.wrapper.resolve(PositionProvider)
-        return {node: (at.start.line, at.start.column) for node, at in found.items()}
+    def _offset(self, line: int, column: int) -> int:
+        text = self.lines[line - 1] if line <= len(self.lines) else ""
+        return self.starts[line - 1] + (column if text.isascii() else len(text.encode()[:column].decode()))
 
-    def place(self, node: cst.CSTNode) -> Place:
-        return Place(self.shown, self.position(node)[0])
+    def span(self, node: Any) -> tuple[int, int]:
+        if isinstance(node, ast.withitem):
+            return self.span(node.context_expr)[0], self.span(node.optional_vars or node.context_expr)[1]
+        return self._offset(node.lineno, node.col_offset), self._offset(node.end_lineno, node.end_col_offset)
 
-    def position(self, node: cst.CSTNode) -> tuple[int, int]:
-        """Line from 1, column."""
-        return self._positions[node]
+    def outer(self, node: Any, low: int) -> tuple[int, int]:
+        """The span with the parentheses around it, from position `low`."""
+        start, end = self.span(node)
+        while self.text[low:start].rstrip().endswith("(") and self.text[end:].lstrip().startswith(")"):
+            start, end = low + self.text[low:start].rindex("("), self.text.index(")", end) + 1
+        return start, end
 
-    def code(self, node: cst.CSTNode) -> str:
-        return self.tree.code_for_node(node)
+    def code(self, node: ast.AST) -> str:
+        start, end = self.span(node)
+        return self.text[start:end]
 
-    def walk(self) -> Iterator[cst.CSTNode]:
-        """Every node, in the order of the source."""
-        left: list[cst.CSTNode] = [self.tree]
-        while left:
-            node = left.pop()
-            yield node
-            left.extend(reversed(node.children))
+    def line_span(self, node: Any) -> tuple[int, int]:
+        """Of the whole lines that a statement is on."""
+        return self.starts[node.lineno - 1], self.starts[node.end_lineno]
 
-    def above(self, node: cst.CSTNode, *kinds: type[cst.CSTNode]) -> cst.CSTNode | None:
-        """The nearest node of these kinds around `node`."""
-        found: cst.CSTNode | None = self.parents.get(node)
+    def is_alone(self, node: Any) -> bool:
+        """Whether no other statement is on the lines of this one."""
+        start, end = self.span(node)
+        first, last = self.line_span(node)
+        after = self.text[end:last].strip()
+        return not self.text[first:start].strip() and (not after or after.startswith("#"))
+
+    def is_first(self, node: Any) -> bool:
+        """Whether nothing is before a statement on its line."""
+        return not self.indent(node).strip()
+
+    def indent(self, node: Any) -> str:
+        return str(self.text[self.starts[node.lineno - 1] : self.span(node)[0]])
+
+    def indent_at(self, node: Any) -> str:
+        """The white space at the beginning of the line of a node."""
+        line: str = self.lines[node.lineno - 1]
+        return line[: len(line) - len(line.lstrip())]
+
+    def place(self, node: Any) -> Place:
+        while not hasattr(node, "lineno"):
+            node = self.parents[node]
+        return Place(self.shown, node.lineno)
+
+    # ---- tree ------------------------------------------------------------------------------------------------------
+
+    def above(self, node: ast.AST, *kinds: type[ast.AST]) -> Any:
+        """The nearest node of these kinds around `node`, or None."""
+        found = self.parents.get(node)
         while found is not None and not isinstance(found, kinds):
             found = self.parents.get(found)
         return found
 
-    def scope(self, node: cst.CSTNode) -> Scope | None:
-        found: cst.CSTNode | None = node
-        while found is not None and found not in self.scopes:
+    def around(self, node: ast.AST) -> Iterator[ast.AST]:
+        """What is around a node, inmost first."""
+        found = self.parents.get(node)
+        while found is not None:
+            yield found
             found = self.parents.get(found)
-        return None if found is None else self.scopes[found]
 
-    def assigned(self, name: cst.Name) -> list[cst.BaseExpression | None]:
-        """What is assigned to the variable `name` where this use sees it; None for anything but `name = value`."""
-        scope = self.scope(name)
-        found: list[cst.BaseExpression | None] = []
-        for assignment in scope[name.value] if scope is not None else ():
-            node = assignment.node if isinstance(assignment, Assignment) else None
-            parent = None if node is None else self.parents.get(node)
-            if isinstance(parent, cst.AssignTarget):
-                statement = self.parents[parent]
-                found.append(statement.value if isinstance(statement, cst.Assign) else None)
-            elif isinstance(parent, cst.AnnAssign):
-                found.append(parent.value)
-            else:
-                found.append(None)
-        return found
+    def statement(self, node: ast.AST) -> Any:
+        return node if isinstance(node, ast.stmt) else self.above(node, ast.stmt)
+
+    def scope(self, node: ast.AST) -> ast.AST:
+        """The function, class or module that a name is looked up in first; for a definition, the one around it.
+        Defaults, decorators and annotations belong to the outer one."""
+        child = node
+        for found in self.around(node):
+            of_function = isinstance(found, _SCOPES) and isinstance(child, ast.arguments) and isinstance(node, ast.arg)
+            if of_function or isinstance(found, (ast.Module, *_COMPREHENSIONS)):
+                return found
+            if isinstance(found, ast.Lambda) and child is found.body:
+                return found
+            if isinstance(found, (*FUNCTIONS, ast.ClassDef)) and child in found.body:
+                return found
+            child = found
+        return self.tree
+
+    def _bind(self, node: Any) -> None:
+        def add(name: str, binding: Binding, scope: ast.AST | None = None) -> None:
+            self.bindings.setdefault(scope or self.scope(node), {}).setdefault(name, []).append(binding)
+
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                add(
+                    alias.asname or alias.name.partition(".")[0],
+                    Binding(node, alias.name if alias.asname else alias.name.partition(".")[0]),
+                )
+        elif isinstance(node, ast.ImportFrom):
+            base = "." * node.level + (node.module or "")
+            for alias in node.names:
+                if alias.name == "*":
+                    self.stars.append(base)
+                else:
+                    dot = "" if base.endswith(".") else "."
+                    add(alias.asname or alias.name, Binding(node, f"{base}{dot}{alias.name}"))
+        elif isinstance(node, (*FUNCTIONS, ast.ClassDef)):
+            add(node.name, Binding(node))
+        elif isinstance(node, ast.arg):
+            add(node.arg, Binding(node))
+        elif isinstance(node, ast.ExceptHandler) and node.name:
+            add(node.name, Binding(node))
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            parent = self.parents[node]
+            value = parent.value if isinstance(parent, (ast.Assign, ast.AnnAssign, ast.NamedExpr)) else None
+            scope = self.scope(node)
+            add(node.id, Binding(parent, "", value), self.tree if (scope, node.id) in self._outer else scope)
+
+    def lookup(self, node: ast.Name) -> tuple[ast.AST, list[Binding]] | None:
+        """The scope that has the variable of this name where it is used, and what it is given there."""
+        scope: ast.AST = self.scope(node)
+        first = True
+        while True:
+            if (first or not isinstance(scope, ast.ClassDef)) and node.id in (found := self.bindings.get(scope, {})):
+                return scope, found[node.id]
+            if scope is self.tree:
+                return None
+            first, scope = isinstance(scope, _COMPREHENSIONS) and first, self.scope(scope)
+
+    def loads(self, name: ast.Name) -> list[ast.Name]:
+        """The uses of the variable `name` in this file."""
+        scope = self.lookup(name)
+        return [
+            node
+            for node in self.nodes
+            if isinstance(node, ast.Name) and node.id == name.id and isinstance(node.ctx, ast.Load)
+            if scope is not None and (self.lookup(node) or (None,))[0] is scope[0]
+        ]
 
 
 @dataclass
@@ -131,155 +224,214 @@ class Project:
     """The files of a program, the first one first."""
 
     files: list[File] = field(default_factory=list)
+    roots: dict[Path, list[Path]] = field(default_factory=dict)
 
-    def file(self, module: str) -> File | None:
-        return next((each for each in self.files if each.module == module), None)
+    def file(self, path: Path) -> File | None:
+        return next((each for each in self.files if each.path == path), None)
 
-    def resolve(self, file: File, node: cst.CSTNode) -> Name | None:
-        """What `node`, a name or a dotted one, stands for. None if it is nothing known, or not surely one thing."""
-        known = self._candidates(file, node)
-        return known.pop() if len(known) == 1 else None
+    # ---- names -----------------------------------------------------------------------------------------------------
 
-    def is_ambiguous(self, file: File, node: cst.CSTNode) -> bool:
-        """Whether `node` may be torch's FSDP1 or DDP, and may be something else."""
-        known = self._candidates(file, node)
-        return len(known) > 1 and any(name.kind in ("fsdp", "ddp") for name in known)
+    def resolve(self, file: File, node: ast.AST | None) -> Name | None:
+        """What a name, or a dotted one, means. None if it is nothing known, or not surely one thing."""
+        found = self.candidates(file, node)
+        return found.pop() if len(found) == 1 else None
 
-    def find(self, file: File, imported: ImportAssignment) -> Name | None:
-        """What an import brings; for `import a.b as c`, the module counts as one of its own names."""
-        for found in imported.get_qualified_names_for(imported.name):
-            name = self._follow(file, found.name, False)
-            if name is not None and name.kind == "other" and name.path in _FSDP_MODULES:
-                return Name("fsdp", "")
-            return name
-        return None
-
-    def _candidates(self, file: File, node: cst.CSTNode) -> set[Name]:
+    def candidates(self, file: File, node: ast.AST | None, depth: int = 0) -> set[Name]:
         """Without None, which an `except ImportError` assigns to a name."""
-        found = {self._follow(file, text, local) for text, local in file.names.get(node, ())}
-        return {name for name in found if name is not None and (name.kind, name.path) != ("other", "builtins.None")}
+        parts: list[str] = []
+        while isinstance(node, ast.Attribute):
+            parts.insert(0, node.attr)
+            node = node.value
+        if not isinstance(node, ast.Name) or depth > 8:
+            return set()
+        found = file.lookup(node)
+        if found is None:
+            for star in file.stars:
+                for name in self.follow(file, f"{star}.{node.id}", parts, depth + 1):
+                    if name.kind != "other" or name.path.startswith("torch."):
+                        return {name}
+            return {Name("other", ".".join([*(["builtins"] if hasattr(builtins, node.id) else []), node.id, *parts]))}
+        return self._of_bindings(file, *found, node.id, parts, depth)
 
-    def _follow(self, file: File, text: str, local: bool, depth: int = 0) -> Name | None:
-        if local:
-            return self._local(file, text, depth)
-        if text.startswith("."):
-            text = _absolute(file, text)
-        for module in _FSDP_MODULES:
+    def _of_bindings(
+        self, file: File, scope: ast.AST, bindings: list[Binding], name: str, parts: list[str], depth: int
+    ) -> set[Name]:
+        result: set[Name] = set()
+        for each in bindings:
+            if each.path:
+                result |= self.follow(file, each.path, parts, depth + 1)
+            elif isinstance(each.value, ast.Constant) and each.value.value is None:
+                continue
+            elif isinstance(each.value, (ast.Name, ast.Attribute)) and len(bindings) == 1:
+                inner = self.candidates(file, each.value, depth + 1)
+                torch = {n for n in inner if n.kind in ("fsdp", "ddp")}
+                result |= {Name(n.kind, ".".join([n.path, *parts]) if n.path else ".".join(parts)) for n in torch}
+                result |= set() if torch else {Name("local", ".".join([name, *parts]), scope)}
+            else:
+                defined = each.node if isinstance(each.node, (*FUNCTIONS, ast.ClassDef)) else scope
+                result.add(Name("local", ".".join([name, *parts]), defined))
+        return result
+
+    def follow(self, file: File, path: str, parts: list[str], depth: int) -> set[Name]:
+        """What a dotted path of an import means, with attributes after it."""
+        text = ".".join([path, *parts])
+        for module in FSDP_MODULES:
             if text.startswith(f"{module}."):
-                return Name("fsdp", text.removeprefix(f"{module}."))
+                return {Name("fsdp", text[len(module) + 1 :])}
+        if text in FSDP_MODULES:
+            return {Name("fsdp", "")}
         for name in _DDP:
             if text == name or text.startswith(f"{name}."):
-                return Name("ddp", f"DistributedDataParallel{text.removeprefix(name)}")
-        if depth > 8:
+                return {Name("ddp", f"DistributedDataParallel{text.removeprefix(name)}")}
+        level = len(text) - len(text.lstrip("."))
+        names = text[level:].split(".")
+        for cut in range(len(names) - 1, -1, -1):
+            found = self.module(file, "." * level + ".".join(names[:cut])) if cut or level else None
+            other = self.file(found) if found is not None else None
+            if other is not None and other is not file and depth <= 8:
+                bindings = other.bindings.get(other.tree, {}).get(names[cut])
+                if bindings:
+                    return self._of_bindings(other, other.tree, bindings, names[cut], names[cut + 1 :], depth + 1)
+                for star in other.stars:
+                    found_there = self.follow(other, f"{star}.{names[cut]}", names[cut + 1 :], depth + 1)
+                    if any(each.kind != "other" for each in found_there):
+                        return found_there
+        return {Name("other", text)}
+
+    def value(self, file: File, node: Any) -> list[tuple[File, Any]]:
+        """What an expression comes to: itself, or all that its variable is given; [] if that cannot be seen."""
+        if isinstance(node, ast.IfExp):
+            return self.value(file, node.body) + self.value(file, node.orelse)
+        if not isinstance(node, ast.Name):
+            return [(file, node)]
+        found = file.lookup(node)
+        result: list[tuple[File, Any]] = []
+        for each in found[1] if found is not None else ():
+            if each.path:
+                where = self.definition(file, each.path)
+                if where is None:
+                    return [(file, node)]
+                values = [b.value for b in where[1]]
+                if any(value is None for value in values):
+                    return [(file, node)]
+                result += [(where[0], value) for value in values]
+            elif each.value is None:
+                return [(file, node)]
+            else:
+                result += self.value(file, each.value) if each.value is not node else []
+        return result or [(file, node)]
+
+    def definition(self, file: File, path: str) -> tuple[File, list[Binding]] | None:
+        """The file and the bindings of a name of the program that an import brings."""
+        head, _, name = path.rpartition(".")
+        found = (
+            self.module(file, head or ".")
+            if not path.startswith(".") or head.strip(".")
+            else self.module(file, head + ".")
+        )
+        other = self.file(found) if found is not None else None
+        bindings = None if other is None else other.bindings.get(other.tree, {}).get(name)
+        return (other, bindings) if other is not None and bindings else None
+
+    # ---- modules ---------------------------------------------------------------------------------------------------
+
+    def module(self, file: File, name: str) -> Path | None:
+        """The file of the program's module `name`, as `file` imports it; None if it is not in the repository."""
+        level = len(name) - len(name.lstrip("."))
+        parts = [part for part in name[level:].split(".") if part]
+        if level:
+            base = file.path.parent
+            for _ in range(level - 1):
+                base = base.parent
+            return _module_at(base, parts)
+        if not parts or parts[0] in sys.stdlib_module_names or parts[0] in ("torch", "fullshard"):
             return None
-        parts = text.split(".")
-        for cut in range(len(parts) - 1, 0, -1):
-            other = self.file(".".join(parts[:cut]))
-            if other is not None and other is not file:
-                return self._exported(other, ".".join(parts[cut:]), depth + 1)
-        return Name("other", text)
-
-    def _local(self, file: File, text: str, depth: int) -> Name | None:
-        """A name of the file itself: an alias of something else, or itself."""
-        first, _, rest = text.partition(".")
-        if "<locals>" not in text and (value := _alias(file, first)) is not None:
-            if isinstance(value, cst.Name) and value.value == "None":
-                return Name("other", "builtins.None")
-            for target, local in file.names.get(value, ()):
-                if target != first and depth <= 8:
-                    return self._follow(file, f"{target}.{rest}" if rest else target, local, depth + 1)
-        return Name("local", text, file.module)
-
-    def _exported(self, file: File, text: str, depth: int) -> Name | None:
-        """What another file of the program has under this name."""
-        first, _, rest = text.partition(".")
-        scope = file.scopes.get(file.tree)
-        for assignment in scope[first] if scope is not None else ():
-            for name in assignment.get_qualified_names_for(first):
-                full = f"{name.name}.{rest}" if rest else name.name
-                return self._follow(file, full, name.source.name == "LOCAL", depth)
+        for root in self._roots(file.path.parent):
+            if (found := _module_at(root, parts)) is not None:
+                return found
         return None
 
-
-def _alias(file: File, name: str) -> cst.BaseExpression | None:
-    """The right side of the one `name = other` or `name = a.b` at the top of the file."""
-    scope = file.scopes.get(file.tree)
-    found = scope[name] if scope is not None else ()
-    nodes = [each.node for each in found if isinstance(each, Assignment) and not isinstance(each, ImportAssignment)]
-    if len(nodes) != 1 or not isinstance(parent := file.parents.get(nodes[0]), cst.AssignTarget):
-        return None
-    statement = file.parents[parent]
-    value = statement.value if isinstance(statement, cst.Assign) else None
-    return value if isinstance(value, (cst.Name, cst.Attribute)) else None
+    def _roots(self, folder: Path) -> list[Path]:
+        """Where modules may be: beside the file, above it up to the repository's root, and in `src` there. Without any
+        sign of a root, the folder above counts."""
+        if folder not in self.roots:
+            up = [folder, *folder.parents]
+            end = next((i for i, each in enumerate(up) if any((each / sign).exists() for sign in _ROOTS)), 1)
+            found = up[: end + 1]
+            self.roots[folder] = found + [each / "src" for each in found if (each / "src").is_dir()]
+        return self.roots[folder]
 
 
-def _absolute(file: File, text: str) -> str:
-    """`text` begins with dots, as a relative import does."""
-    level = len(text) - len(text.lstrip("."))
-    package = file.module.split(".") if file.path.name == "__init__.py" else file.module.split(".")[:-1]
-    base = package[: len(package) - level + 1]
-    return ".".join([*base, text[level:]])
+def _module_at(base: Path, parts: list[str]) -> Path | None:
+    for path in (
+        base.joinpath(*parts[:-1], f"{parts[-1]}.py") if parts else None,
+        base.joinpath(*parts, "__init__.py"),
+    ):
+        if path is not None and path.is_file():
+            return path.resolve()
+    return None
 
 
 # ---- reading ---------------------------------------------------------------------------------------------------------
 
 
 def read_project(path: Path) -> Project:
-    """The program that begins in `path`: this file, and the modules beside and below it that it imports. Raises
-    `MigrationError` with the place of a syntax error."""
+    """The program that begins in the file `path`, or all programs in the folder `path`, with what they import of the
+    repository. Raises `MigrationError` with the place of a syntax error."""
     project = Project()
-    root = path.resolve().parent
-    left = [(path, path.stem)]
+    left = [path]
+    if path.is_dir():
+        left = [
+            each
+            for each in sorted(path.rglob("*.py"))
+            if not any(part in _SKIPPED or part.startswith(".") for part in each.relative_to(path).parts)
+        ]
+        if not left:
+            raise MigrationError(f"{path}: expected a folder with programs, found no .py file in it; name a file")
+    base = Path.cwd()
     while left:
-        here, module = left.pop(0)
-        if project.file(module) is not None:
-            continue
-        project.files.append(_read(here, module))
-        left += _imported(project.files[-1], root, path)
+        here = left.pop(0)
+        if project.file(here.resolve()) is None:
+            project.files.append(file := _read(here))
+            for found in imported(project, file):
+                left.append(
+                    found.relative_to(base.resolve())
+                    if not path.is_absolute() and found.is_relative_to(base.resolve())
+                    else found
+                )
     return project
 
 
-def _read(path: Path, module: str) -> File:
+def imported(project: Project, file: File) -> list[Path]:
+    """The modules of the repository that `file` imports."""
+    names: list[str] = []
+    for node in file.nodes:
+        if isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = "." * node.level + (node.module or "")
+            names += [base, *(f"{base}{'' if base.endswith('.') else '.'}{alias.name}" for alias in node.names)]
+    names = [name[:end] for name in names for end in (*(i for i, c in enumerate(name) if c == "." and i), len(name))]
+    found = (project.module(file, name) for name in dict.fromkeys(names) if name)
+    return [path for path in dict.fromkeys(found) if path is not None]
+
+
+def _read(path: Path) -> File:
     try:
-        text = path.read_bytes()
+        data = path.read_bytes()
     except OSError as error:
         raise MigrationError(f"{path}: cannot be read: {error.strerror}") from error
     try:
-        return File(path, str(path), module, cst.parse_module(text))
-    except cst.ParserSyntaxError as error:
-        line, column, problem = error.raw_line, error.raw_column + 1, "a syntax that LibCST does not read"
-        try:
-            ast.parse(text)
-        except SyntaxError as own:  # Python's message is nearer to the mistake
-            line, column, problem = own.lineno or line, own.offset or column, f"a syntax error: {own.msg}"
-        raise MigrationError(f"{path}:{line}:{column}: {problem}; fix it first") from None
-    except (SyntaxError, LookupError, ValueError) as error:
+        encoding, _ = tokenize.detect_encoding(io.BytesIO(data).readline)
+        text = data.decode(encoding)
+        return File(path.resolve(), str(path), text, ast.parse(text))
+    except SyntaxError as error:
+        if error.lineno is None:
+            raise MigrationError(
+                f"{path}: expected a Python program, found text that is not one: {error.msg}"
+            ) from error
+        raise MigrationError(
+            f"{path}:{error.lineno}:{error.offset or 1}: a syntax error: {error.msg}; fix it first"
+        ) from None
+    except (LookupError, ValueError, RecursionError) as error:
         raise MigrationError(f"{path}: expected a Python program, found text that is not one: {error}") from error
-
-
-def _imported(file: File, root: Path, first: Path) -> list[tuple[Path, str]]:
-    """The modules of the program that `file` imports: their paths and names."""
-    wanted: list[str] = []
-    for node in file.walk():
-        if isinstance(node, cst.Import):
-            wanted += [_dotted(alias.name) for alias in node.names]
-        elif isinstance(node, cst.ImportFrom):
-            base = "." * len(node.relative) + (_dotted(node.module) if node.module else "")
-            if base.startswith("."):
-                base = _absolute(file, base)
-            members = [] if isinstance(node.names, cst.ImportStar) else [_dotted(alias.name) for alias in node.names]
-            wanted += [base, *(f"{base}.{member}" if base else member for member in members)]
-    found = []
-    for module in dict.fromkeys(wanted):
-        parts = module.split(".")
-        for path in (root.joinpath(*parts).with_suffix(".py"), root.joinpath(*parts, "__init__.py")) if module else ():
-            if path.is_file():
-                found.append((first.parent / path.relative_to(root), module))
-                break
-    return found
-
-
-def _dotted(node: cst.CSTNode) -> str:
-    if isinstance(node, cst.Attribute):
-        return f"{_dotted(node.value)}.{node.attr.value}"
-    return node.value if isinstance(node, cst.Name) else ""
