@@ -332,13 +332,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         untouched = {run: pool.submit(attempt, None, options.package, (run,)) for run in dict.fromkeys(runs.values())}
         outcomes = []
         for outcome in pool.map(lambda mutation: attempt(mutation, options.package), chosen):
-            assert outcome.mutation is not None
-            baselines = [untouched[runs[stage]].result() for stage in outcome.mutation.stages]
+            mutation = outcome.mutation
+            assert mutation is not None
+            baselines = [untouched[runs[stage]].result() for stage in mutation.stages]
             red = next((baseline for baseline in baselines if baseline.verdict != "survived"), None)
             if red is not None:
                 outcome = outcome._replace(verdict="error", detail=f"red without any mutation, too: {red.detail}")
             outcomes.append(outcome)
-            name = f"{outcome.mutation.rule:18} {outcome.mutation.breaks}"
+            name = f"{mutation.rule:18} {mutation.breaks}"
             print(f"{outcome.verdict:8} {name}\n{'':9}{outcome.detail} ({outcome.seconds:.1f} s)", flush=True)
     by_verdict = {verdict: [o for o in outcomes if o.verdict == verdict] for verdict in ("killed", "survived", "error")}
     for outcome in by_verdict["survived"]:

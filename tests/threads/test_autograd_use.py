@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from fullshard import fully_shard
 from tests.harness import threads
 from tests.harness.behaviours import behaviour
 from tests.harness.implementations import FULLSHARD, TORCH, Implementation
@@ -226,3 +227,31 @@ def test_a_method_that_was_not_registered(impl: Implementation) -> None:
             assert layer.encode(x).shape == (2, 2 * WIDTH + 1)
 
     run_ranks(WORLD, rank_main)
+
+
+def test_a_frozen_weight_is_there_until_its_inputs_have_gradients() -> None:
+    """Also after the gradients of all trained weights of its unit came, and in steps in which nothing is watched."""
+
+    def plain() -> nn.Sequential:
+        model: nn.Sequential = seeded(
+            lambda: nn.Sequential(nn.Linear(4, 4), nn.Sequential(*map(nn.Linear, [4, 4], [4, 4])))
+        )
+        model[1][0].requires_grad_(False)
+        return model
+
+    def step(model: nn.Module, number: int) -> None:
+        model(torch.full((2, 4), 1.0 + number)).square().sum().backward()
+
+    def rank_main(rank: int) -> None:
+        alone, model = plain(), plain()
+        fully_shard(model[1])
+        fully_shard(model)
+        for number in range(4):
+            step(alone, number)
+            step(model, number)
+        for a, b in zip(alone.parameters(), model.parameters(), strict=True):
+            assert (a.grad is None) == (b.grad is None)
+            if a.grad is not None:
+                torch.testing.assert_close(b.grad.full_tensor(), a.grad)  # type: ignore[union-attr]
+
+    run_ranks(2, rank_main)

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 import fullshard
 from fullshard.engine import unit_of
 from tests.harness.implementations import FULLSHARD, TORCH, Implementation, probes, run, sharded
+from tests.harness.models import seeded
 from tests.harness.threads import WORLD
 
 POLICIES = {
@@ -178,10 +179,30 @@ def test_they_take_no_memory_of_their_own_and_the_report_counts_them_once() -> N
     run(rank_main, FULLSHARD)
 
 
+def test_each_window_is_the_sum_of_its_micro_batches() -> None:
+    """Two are held in each, and nothing of the first window is in the second."""
+
+    def rank_main(rank: int, impl: Implementation) -> None:
+        plain, model = seeded(probes), sharded(FULLSHARD, seeded(probes))
+        for window in range(2):
+            for micro in range(3):
+                model.set_requires_gradient_sync(micro == 2)
+                for each in (plain, model):
+                    each(_batch(3 * window + micro, 0)).square().mean().backward()
+            for a, b in zip(plain.parameters(), model.parameters(), strict=True):
+                torch.testing.assert_close(b.grad.full_tensor(), a.grad)
+            plain.zero_grad()
+            model.zero_grad()
+
+    run(rank_main, FULLSHARD)
+
+
 def test_a_parameter_has_one_hook_however_many_micro_batches_are_held() -> None:
     def rank_main(rank: int, impl: Implementation) -> None:
         model = sharded(FULLSHARD, probes())
         _two_held(model, rank)
+        for step in range(2, 4):
+            model(_batch(step, rank)).square().mean().backward()
         fulls = [p.full for child in model for p in unit_of(child).params]  # type: ignore[union-attr]
         assert fulls and {len(full._backward_hooks or ()) for full in fulls} == {1}
 

@@ -236,6 +236,8 @@ def test_a_step_after_a_hook_that_raised_is_right(shape: tuple[int, ...]) -> Non
 
         expected = gradients()
         model.zero_grad()
+        pool = unit_of(model).root.shared.pool  # type: ignore[union-attr]
+        nbytes = pool.nbytes
         for unit in (model[3], model[0]):
             unit.set_all_reduce_hook(_refuse)
             with pytest.raises(ZeroDivisionError):
@@ -254,6 +256,7 @@ def test_a_step_after_a_hook_that_raised_is_right(shape: tuple[int, ...]) -> Non
         handle.remove()
         assert all(p.grad is None for p in model.parameters())
         assert all(map(torch.equal, gradients(), expected))
+        assert pool.nbytes == nbytes
 
     run_ranks(world, rank_main)
 
