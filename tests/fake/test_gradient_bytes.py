@@ -200,6 +200,43 @@ def test_send_buffers_are_a_limit_too() -> None:
         assert _peaks(model)[1] >= 2 * MESSAGE
 
 
+def test_only_gradients_that_will_be_sent_count() -> None:
+    """Not those of micro-batches that hold them, nor those of a backward that failed."""
+    with _model(nccl=True) as model:
+        _step(model)
+        model.set_memory_budget(gradients=99 * UNIT)
+        waiting = unit_of(model).root.executor.waiting  # type: ignore[union-attr]
+        counted: list[int] = []
+        for block in model:
+            block.register_forward_hook(
+                lambda _module, _args, output: output.register_hook(lambda _: counted.append(waiting.nbytes)) and None
+            )
+        model.set_requires_gradient_sync(False)
+        _step(model)
+        assert len(counted) == LAYERS and not any(counted)
+        model.set_requires_gradient_sync(True)
+
+        def refuse(command: Command) -> None:
+            if command.kind == "reduce":
+                raise RuntimeError("refused")
+
+        unit_of(model).root.executor.listeners.append(refuse)  # type: ignore[union-attr]
+        with pytest.raises(RuntimeError, match="refused"):
+            _step(model)
+        assert waiting.nbytes > 0
+        model.reset_iter_state()
+        assert waiting.nbytes == 0
+
+
+def test_a_limit_that_was_set_below_a_root_is_refused_when_that_forms() -> None:
+    with fake_world(WORLD):
+        block = fully_shard(Block())
+        block.set_memory_budget(gradients=UNIT)
+        model = fully_shard(nn.Sequential(block))
+        with pytest.raises(RuntimeError, match="expected to be called on the root, found that it was called on"):
+            _step(model)
+
+
 def test_a_limit_is_of_the_root_and_a_number_of_bytes() -> None:
     with _model(nccl=False) as model:
         _step(model)

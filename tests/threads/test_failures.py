@@ -414,3 +414,18 @@ def test_failed_backwards_lose_no_buffers(base: nn.Module) -> None:
         assert pool.nbytes == nbytes > 0
 
     run_ranks(WORLD, rank_main)
+
+
+def test_a_step_in_an_except_block_is_a_step(base: nn.Module) -> None:
+    """The exception that is being handled is not one of its forwards."""
+
+    def script(model: Any, optimizer: Any, rank: int) -> None:
+        for step in range(3):
+            try:
+                raise Fault("handled")
+            except Fault:
+                _good_step(model, optimizer, rank, step)
+            unit = unit_of(model)
+            assert unit is not None and unit.root is not None and unit.root.run.generation == 0
+
+    _compare(base, script, _undisturbed)

@@ -179,14 +179,15 @@ def test_they_take_no_memory_of_their_own_and_the_report_counts_them_once() -> N
     run(rank_main, FULLSHARD)
 
 
-def test_each_window_is_the_sum_of_its_micro_batches() -> None:
-    """Two are held in each, and nothing of the first window is in the second."""
+@pytest.mark.parametrize("held", [True, False])
+def test_each_window_is_the_sum_of_its_micro_batches(held: bool) -> None:
+    """Two are held in each, or reduced before the last; nothing of the first window is in the second."""
 
     def rank_main(rank: int, impl: Implementation) -> None:
         plain, model = seeded(probes), sharded(FULLSHARD, seeded(probes))
         for window in range(2):
             for micro in range(3):
-                model.set_requires_gradient_sync(micro == 2)
+                model.set_requires_gradient_sync(not held or micro == 2)
                 for each in (plain, model):
                     each(_batch(3 * window + micro, 0)).square().mean().backward()
             for a, b in zip(plain.parameters(), model.parameters(), strict=True):

@@ -261,6 +261,30 @@ def test_a_step_after_a_hook_that_raised_is_right(shape: tuple[int, ...]) -> Non
     run_ranks(world, rank_main)
 
 
+@pytest.mark.parametrize("held", [False, True])
+def test_a_micro_batch_whose_hook_raised_counts_once(held: bool) -> None:
+    """What earlier micro-batches of the step brought is as it was, reduced or held."""
+
+    def rank_main(rank: int) -> None:
+        def micro_batch(model: Any, number: int) -> None:
+            model.set_requires_gradient_sync(not held or number > 0)
+            model(torch.full((2, 5), 1.0 + rank + number)).pow(2).sum().backward()
+
+        plain, model = (sharded(FULLSHARD, seeded(lambda: probes(3))) for _ in range(2))
+        for each in (plain, model):
+            micro_batch(each, 0)
+        handle = model[1].linear.weight.register_post_accumulate_grad_hook(_refuse)
+        with pytest.raises(ZeroDivisionError):
+            micro_batch(model, 1)
+        handle.remove()
+        for each in (plain, model):
+            micro_batch(each, 1)
+        for a, b in zip(plain.parameters(), model.parameters(), strict=True):
+            assert torch.equal(_full(a.grad), _full(b.grad))
+
+    run_ranks(2, rank_main)
+
+
 def _refuse(_: Tensor) -> None:
     raise ZeroDivisionError
 

@@ -593,3 +593,31 @@ def test_a_backward_that_fails_half_way(world: int) -> None:
         assert_same_training(results[1], collect(plain, optimizer), 0)
 
     run_ranks(world, rank_main)
+
+
+def test_an_optimizer_that_raises_in_the_middle_of_its_step_may_have_written() -> None:
+    class Interrupted(torch.optim.SGD):
+        fails = False
+
+        def step(self, closure: Any = None) -> Any:
+            result = super().step(closure)
+            if self.fails:
+                raise Fault
+            return result
+
+    case = BY_NAME["residual"]
+
+    def rank_main(rank: int) -> None:
+        model: Any = case.shard(case.build(), fullshard.fully_shard)
+        optimizer = Interrupted(model.parameters(), lr=0.1)
+        fullshard.step_in_backward(model, optimizer, elementwise=True)
+        case.loss(model, case.batch(0, rank)).backward()
+        optimizer.step()
+        optimizer.fails = True
+        with pytest.raises(Fault):
+            case.loss(model, case.batch(1, rank)).backward()
+        optimizer.fails = False
+        with pytest.raises(RuntimeError, match=r"after the step of 1 of 4 modules"):
+            case.loss(model, case.batch(1, rank)).backward()
+
+    run_ranks(2, rank_main)

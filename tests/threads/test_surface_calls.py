@@ -106,17 +106,19 @@ def test_a_failure_of_one_root_discards_its_own_reductions() -> None:
         first(_batch(0, rank)).sum().backward()
         expected = [p.grad.full_tensor() for p in first.parameters()]
         first.zero_grad()
-        hidden = first(_batch(0, rank))
-        root = unit_of(second).root  # type: ignore[union-attr]
-        if root is None:
-            second(hidden.detach())
-            root = unit_of(second).root  # type: ignore[union-attr]
-        assert root is not None
+        with torch.no_grad():
+            second(first(_batch(0, rank)))
+        roots = [unit_of(each).root for each in (first, second)]  # type: ignore[union-attr]
+        under_way: list[int] = []
+
+        def discard(_: Tensor) -> None:
+            under_way.append(len(roots[0].shared.in_flight))  # type: ignore[union-attr]
+            roots[1].reset()  # type: ignore[union-attr]
+
         # In the middle of the backward of the first, with its reductions in flight, the second one's are discarded.
-        first[0].linear.weight.register_post_accumulate_grad_hook(lambda _: None)
-        hidden.register_hook(lambda _: None)
-        first[1].register_full_backward_pre_hook(lambda *_: root.reset())
-        hidden.sum().backward()
+        first[0].register_forward_hook(lambda _module, _args, output: output.register_hook(discard) and None)
+        first(_batch(0, rank)).sum().backward()
+        assert under_way and under_way[0] > 0
         assert all(torch.equal(p.grad.full_tensor(), e) for p, e in zip(first.parameters(), expected, strict=True))
 
     run(rank_main, FULLSHARD)
