@@ -467,6 +467,21 @@ def test_a_plain_tensor_assigned_to_data_is_refused(options: str, trained: bool)
     run_ranks(world, job)
 
 
+def test_a_write_that_no_version_shows_is_refused() -> None:
+    """Full parameters that stay after a forward would be those from before it."""
+
+    def job(rank: int) -> None:
+        model = shard(_base(), reshard_after_forward=False)
+        tokens = part(batch(WORLD, 0), rank)
+        with torch.no_grad():
+            model(tokens)
+            for p in model.parameters():
+                p.to_local().data.mul_(2)
+            _is_refused(model, tokens)
+
+    run_ranks(WORLD, job)
+
+
 def _evaluates_alike(model: Any, reference: Any, tokens: Tensor, what: str) -> None:
     with torch.no_grad():
         found, expected = model(tokens), reference(tokens)
