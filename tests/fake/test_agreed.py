@@ -83,6 +83,7 @@ ODD: dict[str, dict[str, Any]] = {
     "backward prefetch": {"after": lambda m: m.layers[1].set_modules_to_backward_prefetch([m.layers[0]])},
     "prefetch_depth": {"root": {"prefetch_depth": 3}},
     "FULLSHARD_COMMUNICATION": {"root": {"communication": "torch"}},
+    "FULLSHARD_GUARD": {"guard_mode": "structure"},
 }
 
 
@@ -94,6 +95,8 @@ def test_each_fact_is_compared_by_itself() -> None:
             if "mesh" in odd:
                 odd["mesh"] = DeviceMesh("cpu", odd["mesh"])
             fields = odd.pop("root", {})
+            if "guard_mode" in odd:
+                ROOT["guard_mode"] = odd.pop("guard_mode")
             if fields:
                 ROOT["options"] = options(**fields)
             try:

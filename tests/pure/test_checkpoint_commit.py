@@ -176,6 +176,9 @@ def test_what_a_killed_save_left_is_in_nobodys_way(tmp_path: Path) -> None:
     os.close(killed._lock)  # type: ignore[arg-type]
     (tmp_path / "generations").mkdir()
     (tmp_path / ".saving-mine").mkdir()
+    saving = Saving.begin(str(tmp_path), "c" * 32)
+    assert killed.name not in os.listdir(tmp_path), "its place on the disk may be needed"
+    saving.end()
     save(tmp_path, "c" * 32)
     assert sorted(os.listdir(tmp_path)) == [".saving-mine", "CURRENT", "LOCK", f"g000002-{'c' * 32}", "generations"]
 

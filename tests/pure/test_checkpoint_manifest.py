@@ -144,6 +144,26 @@ def test_what_is_no_manifest_is_refused(data: bytes) -> None:
         parse(data, "here")
 
 
+def test_a_key_that_is_there_twice_is_refused() -> None:
+    """Other readers take the other value."""
+    data = to_bytes(sample())
+    twice = data.replace(b'"world": 2', b'"world": 2, "world": 2')
+    assert twice != data
+    with pytest.raises(CheckpointDamaged, match="a key twice"):
+        parse(twice, "here")
+
+
+def test_parts_that_lie_over_each_other_are_refused() -> None:
+    """Also where the last one ends with the file."""
+
+    def tensor(name: str, start: int) -> TensorEntry:
+        return TensorEntry((name,), "uint8", (16,), (Chunk(whole((16,)), 0, start, 16, (0,)),))
+
+    entries = {"a": tensor("a", 64), "b": tensor("b", 72)}
+    with pytest.raises(CheckpointDamaged, match="contain them twice"):
+        parse(to_bytes(Manifest("a" * 32, 1, "test", entries, {}, (FileEntry("f", 88, 64, 0),))), "here")
+
+
 def test_mutated_manifests_are_refused_or_read_as_themselves() -> None:
     """Bytes changed at random: another error than ours, or a hang, is a hole in the parser."""
     data, draw = to_bytes(sample()), random.Random(0)

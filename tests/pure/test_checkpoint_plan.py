@@ -266,3 +266,7 @@ def test_two_ranks_that_name_one_parameter_have_one_stage_and_differ(values: lis
 def test_the_first_is_taken_where_it_is_asked_for() -> None:
     merged = merge([message(values=[[["a", "s"], "1"]]), message(values=[[["a", "s"], "2"]])], ["a.*"], "saving")
     assert merged.values == {"a.s": (("a", "s"), [0])}
+    replica = [["a", "w"], "int64", [2], [[0], [2]]]
+    for first, held in (((), [16, 16]), (["a.*"], [16, 0])):
+        merged = merge([message([replica]), message([replica])], first, "saving")
+        assert [part.nbytes for parts in merged.held for part in parts] == held

@@ -87,6 +87,11 @@ def test_two_that_wait_for_each_other_are_stuck() -> None:
     )
 
 
+def test_who_asks_why_a_connection_closed_is_about_to_go_on() -> None:
+    asks = record(0, wait("message", 0, 1, also="closed"))
+    assert stuck(world(asks, record(1, wait("ask", 0, 1, number=7)))) == {}
+
+
 def test_a_ring_is_stuck_whatever_the_meshes() -> None:
     ring = [record(rank, wait("ask", rank, (rank + 1) % 4, scope=f"{rank}", number=0)) for rank in range(4)]
     assert sorted(stuck(world(*ring))) == [0, 1, 2, 3]

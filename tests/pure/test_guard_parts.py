@@ -86,7 +86,7 @@ def test_what_ends_every_wait(kind: str) -> None:
         ("message", fault(issued={"g": 4}, attempts=1), 0, True),  # of a guarded block: nobody continues
         ("message", fault(issued={"g": 5}), SETTLING_SECONDS, False),
         ("message", fault(issued={"g": 5}), GRACE_SECONDS + 0.1, True),
-        ("message", fault(issued={}), 0, False),  # it never had that group: it will make it
+        ("message", fault(issued={}), SETTLING_SECONDS, False),  # it never had that group: it will make it
         ("message", fault(rank=2, issued={"g": 4}), 0, False),  # none of its ranks
         ("message", fault("disagree"), 0, True),
         ("ask", fault("late", asked=6), 0, True),  # it asked this, and is lost all the same

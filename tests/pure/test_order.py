@@ -467,6 +467,12 @@ def test_other_texts_are_no_actions(text: str) -> None:
         parse_question(text)
 
 
+def test_of_two_ranks_that_do_different_things_the_one_that_does_as_before_is_right() -> None:
+    usual, other = action("unshard", 1), action("unshard", 2)
+    said = disagreement({0: Question(3, other, usual), 1: Question(3, usual, usual)})
+    assert "(rank 1), found rank 0 about to" in said and "as in the steps before" in said
+
+
 def test_what_is_said_about_units_in_another_order() -> None:
     first, second = action("unshard", 1), action("unshard", 2)
     questions = {0: Question(7, second, first), 1: Question(9, action("reduce", 0), None), 2: Question(7, first, first)}

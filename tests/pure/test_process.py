@@ -9,6 +9,8 @@ import subprocess
 import sys
 import threading
 import time
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -159,3 +161,13 @@ def test_looking_at_threads_that_begin_and_end_stops_nobody() -> None:
     """In Python before 3.11.9 `sys._current_frames` alone stops all threads for ever, nearly each time."""
     command = [sys.executable, "-c", _LOOKING, process.__file__]
     assert subprocess.run(command, capture_output=True, text=True, timeout=60).stdout == "ended\n"
+
+
+def test_a_decorator_is_not_what_the_user_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As around torch's collectives, and around `clip_grad_norm_`."""
+    frame: Any = None
+    for file, name in (("train.py", "step"), ("c10d.py", "wrapper"), ("c10d.py", "all_reduce"), ("c10d.py", "_wait")):
+        code = SimpleNamespace(co_filename=file if name == "step" else TORCH + file, co_name=name)
+        frame = SimpleNamespace(f_code=code, f_back=frame)
+    monkeypatch.setattr(process, "frames", lambda: {1: frame})
+    assert HOST.called(1, TORCH) == "all_reduce"

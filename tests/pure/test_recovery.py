@@ -311,7 +311,8 @@ def test_ranks_come_together_before_the_first_step_of_each_optimizer() -> None:
             optimizer.step()
     assert others.together == ["the step of SGD"] * 2
     one.step()
-    assert len(others.together) == 2, "after the block the optimizer is the user's again"
+    hooks = one._optimizer_step_pre_hooks, one._optimizer_step_post_hooks
+    assert len(others.together) == 2 and not any(hooks), "after the block the optimizer is the user's again"
 
 
 def test_a_step_that_ended_is_not_in_the_middle() -> None:
@@ -344,6 +345,7 @@ def test_what_a_step_wrote_is_seen() -> None:
     parameter = one.param_groups[0]["params"][0]
     seen = [guarded_steps._versions(one)]
     for write in (
+        lambda: one.state[parameter].update(history=[]),
         lambda: one.state[parameter].update(step=0),
         lambda: one.state[parameter].update(step=1),
         lambda: one.state[parameter].update(exp_avg=torch.zeros(2)),
