@@ -321,19 +321,25 @@ def reference_of_steps(steps: int) -> dict[str, Tensor]:
     return {name: p.detach() for name, p in model.named_parameters()}
 
 
+_MANY = 1_000_000
+
+
 def breaks(rank: int, late: bool) -> str:
     """NCCL's own watchdog ends a communicator: an error of a message that is found later, or its time limit. On their
     streams messages count as arrived then. No step is taken, and the model is lost on all ranks."""
     with simulated.watched(queries=nccl.is_quiet):
         model, optimizer = _model()
-        _step(model, optimizer, rank, 0)
+        with nccl.failing("reduce-scatter", after=_MANY) as left:
+            _step(model, optimizer, rank, 0)
+        # The last one fails: a later message would find that the watchdog has ended the communicator, or not yet.
+        last = _MANY - left[0] - 1
         before = _values(model)
         told = ""
         if not late:
             for group in _data_groups(model):
                 own: Any = group.group._get_backend(group.device)
                 own.options._timeout = timedelta(milliseconds=300)
-        with nccl.failing("reduce-scatter") if late else nccl.held("reduce-scatter"):
+        with nccl.failing("reduce-scatter", after=last) if late else nccl.held("reduce-scatter"):
             try:
                 _step(model, optimizer, rank, 1)
             except (RuntimeError, PeerFailed, RanksDisagree) as error:

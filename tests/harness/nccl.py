@@ -167,13 +167,15 @@ def let_go() -> None:
 
 
 @contextmanager
-def failing(*kinds: str) -> Iterator[None]:
-    """Messages of `kinds` fail inside: nothing arrives, and the watchdog finds the error some time later."""
-    library().fail(list(kinds))
+def failing(*kinds: str, after: int = 0) -> Iterator[list[int]]:
+    """Messages of `kinds` fail inside, but for the first `after` ones: nothing arrives, and the watchdog finds the
+    error some time later. Afterwards the yielded list holds how many of these did not come."""
+    left: list[int] = []
+    library().fail(list(kinds), after)
     try:
-        yield
+        yield left
     finally:
-        library().fail([])
+        left.append(library().fail([], 0))
 
 
 def is_quiet() -> bool:
