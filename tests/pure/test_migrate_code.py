@@ -338,6 +338,7 @@ NO_GUARDS = {
     "is there more than one": "if local_rank != -1:\n    torch.save(model.state_dict(), 'x')",
     "a number of ranks": "if world_size > 1:\n    torch.save(model.state_dict(), 'x')",
     "every rank": "if rank >= 0:\n    torch.save(model.state_dict(), 'x')",
+    "a number of devices": "if args.n_gpu > 1 or num_gpu == 0:\n    torch.save(model.state_dict(), 'x')",
     "another if": "if rank == 0:\n    print(1)\ntorch.save(model.state_dict(), 'x')",
 }
 
@@ -346,6 +347,17 @@ NO_GUARDS = {
 def test_a_condition_that_all_ranks_meet(name: str, tmp_path: Path) -> None:
     found = _migrated(tmp_path, f"{HEAD}model = DDP(net)\n{NO_GUARDS[name]}\n")
     assert not [each for each in found.findings if each.verdict == UNSUPPORTED]
+
+
+def test_variables_that_are_each_other_end(tmp_path: Path) -> None:
+    found = _migrated(tmp_path, f"{HEAD}a = b\nb = a\nc = c\nmodel = FSDP(net, cpu_offload=a, auto_wrap_policy=c)\n")
+    assert any("cpu_offload=a is not known" in each.reason for each in found.findings)
+
+
+def test_private_parts_of_torch_are_named(tmp_path: Path) -> None:
+    text = "import torch.distributed.fsdp\nx = torch.distributed.fsdp._fully_shard._fsdp_common.FSDPMeshInfo\n"
+    (found,) = _migrated(tmp_path, text).findings
+    assert found.verdict == UNSUPPORTED and "is a private part of torch" in found.reason
 
 
 def test_one_rank_writes_what_all_gather(tmp_path: Path) -> None:

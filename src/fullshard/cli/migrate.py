@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from .programs import migrate_programs
 from .proof import STAND_IN, prove
 
 _EXAMPLES = """\
@@ -86,6 +85,8 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.prove:
             return _prove(path, arguments)
         if path.suffix == ".py" or path.is_dir():
+            from .programs import migrate_programs
+
             return migrate_programs(path, arguments)
         if arguments.adapter:
             raise MigrationError(f"--adapter {path}: expected a program or a folder, found neither")

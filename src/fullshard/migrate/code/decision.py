@@ -281,6 +281,8 @@ class Decision(Program):
             error = Blocked(node, "subclass", parent.name)
         elif self.project.resolve(file, node) is None:
             error = Blocked(node, "either")
+        elif path.startswith("_") and path not in ("_or_policy", "_module_wrap_policy"):
+            error = Blocked(node, "private", path)
         elif not self.kinds and isinstance(call, ast.Call) and call.func is not node:
             error = Blocked(node, "library", file.code(call.func))
         else:

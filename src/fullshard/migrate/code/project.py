@@ -298,27 +298,20 @@ class Project:
                         return found_there
         return {Name("other", text)}
 
-    def value(self, file: File, node: Any) -> list[tuple[File, Any]]:
-        """What an expression comes to: itself, or all that its variable is given; [] if that cannot be seen."""
+    def value(self, file: File, node: Any, depth: int = 0) -> list[tuple[File, Any]]:
+        """What an expression comes to: all that its variable is given, or itself if that cannot be seen."""
         if isinstance(node, ast.IfExp):
-            return self.value(file, node.body) + self.value(file, node.orelse)
-        if not isinstance(node, ast.Name):
-            return [(file, node)]
-        found = file.lookup(node)
+            return self.value(file, node.body, depth) + self.value(file, node.orelse, depth)
+        found = file.lookup(node) if isinstance(node, ast.Name) and depth < 8 else None
         result: list[tuple[File, Any]] = []
         for each in found[1] if found is not None else ():
-            if each.path:
-                where = self.definition(file, each.path)
-                if where is None:
-                    return [(file, node)]
-                values = [b.value for b in where[1]]
-                if any(value is None for value in values):
-                    return [(file, node)]
-                result += [(where[0], value) for value in values]
-            elif each.value is None:
+            owner, bindings = (self.definition(file, each.path) if each.path else None) or (file, [each])
+            if any(binding.value is None for binding in bindings):
                 return [(file, node)]
+            if owner is not file:
+                result += [(owner, binding.value) for binding in bindings]
             else:
-                result += self.value(file, each.value) if each.value is not node else []
+                result += self.value(file, each.value, depth + 1)
         return result or [(file, node)]
 
     def definition(self, file: File, path: str) -> tuple[File, list[Binding]] | None:

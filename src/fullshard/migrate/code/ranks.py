@@ -10,7 +10,8 @@ from .flow import Flow
 from .project import FUNCTIONS, File
 
 _RANK = re.compile(
-    r"(^|_)(rank|gpu|gpu_id|local_rank|global_rank|node_rank|process_index|rank_id|proc_id)$|get_rank$", re.I
+    r"(^|(?<!n)(?<!num)_)(rank|gpu|gpu_id|local_rank|global_rank|node_rank|process_index|rank_id|proc_id)$|get_rank$",
+    re.I,
 )
 _MAIN = re.compile(
     r"(^|_)(main_process|is_main|master_process|is_master|is_primary|is_chief|rank_?zero|rank_?0|is_zero_rank|is_root|"
