@@ -186,8 +186,9 @@ def fully_shard(
     Every rank must make the same calls. Returns `module` itself, also for a list. Raises `ValueError` (a module without
     forward, a scalar parameter, a parameter tied into another unit or over the memory of another one, a bad argument),
     `AssertionError` (applied twice) and `RuntimeError` (an inner module already ran or is a ScriptModule, an outer
-    module was sharded first, or DistributedDataParallel or torch's `replicate` averages its gradients). A call that
-    raises leaves the modules as they were. Source: seeds 000 to 003; torch 2.13 `fully_shard` for names and types.
+    module was sharded first, `torch.inference_mode()` is on or made the parameters, or DistributedDataParallel or
+    torch's `replicate` averages its gradients). A call that raises leaves the modules as they were. Source: seeds 000
+    to 003; torch 2.13 `fully_shard` for names and types.
     """
     roots = validate.check_modules(module)
     validate.check_policies(mp_policy, offload_policy, shard_placement_fn, dp_mesh_dims)
@@ -197,6 +198,7 @@ def fully_shard(
     modules = _managed(roots)
     found = managed_parameters(modules, ignored)
     validate.check_parameters(found, roots)
+    validate.check_inference(found, roots)
     validate.check_averaged(found, roots)
     validate.check_scripted(modules, found, roots)
     spans = ownership.check_memory(found, roots)

@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from .._torch import applied_apis, refuse_distribution
 from ..engine import unit_of
+from ..engine.names import first_few
 from ..param import Found, check_extension, has_extension
 from ..policy import MixedPrecisionPolicy, resolve_offload
 from ..policy.arguments import expect_callable, expect_each, expect_flag, expect_known_fields
@@ -318,6 +319,21 @@ def check_parameters(found: Iterable[Found], roots: Sequence[nn.Module]) -> None
                 f"{name}: expected a contiguous parameter, found strides {parameter.stride()} for shape "
                 f"{tuple(parameter.shape)}; make it contiguous before fully_shard"
             )
+
+
+def check_inference(found: Iterable[Found], roots: Sequence[nn.Module]) -> None:
+    """Raise `RuntimeError` where shards would be inference tensors, which do not count the writes to them."""
+    if torch.is_inference_mode_enabled():
+        raise RuntimeError(
+            f"{_names(roots)}: expected fully_shard to be called outside of torch.inference_mode(), found it enabled: "
+            f"shards made there do not count the writes to them; shard the model first, and run its forward inside"
+        )
+    made = [item.name for item in found if item.parameter.is_inference() and not item.parameter.is_meta]
+    if made:
+        raise RuntimeError(
+            f"{_names(roots)}: expected parameters made outside of torch.inference_mode(), found {first_few(made)} "
+            f"made inside: they do not count the writes to them; build or load the model under torch.no_grad() instead"
+        )
 
 
 def _names(roots: Sequence[nn.Module]) -> str:

@@ -171,7 +171,8 @@ class Root:
             if not self.agreement.forward_begins(trains=trains):
                 self.agreement = None
         if run.forward_root is None and not in_backward and outermost and not nested:
-            self.facts.forward_begins(trains=record.index == 0 and torch.is_grad_enabled() and unit.modules[0].training)
+            records = record.index == 0 and torch.is_grad_enabled()
+            self.facts.forward_begins(trains=records and unit.modules[0].training, records=records)
         if run.forward_root is None and not in_backward:
             if self.stream is not None:
                 self.stream.begins(unit.holds_memory() for unit in self.units)

@@ -5,8 +5,10 @@
                reduction (comm/comparison.py)
     compare    the end of the backward, before gradients are written: if digests differ, all ranks of the mesh exchange
                their facts and raise `RanksDisagree`
-    forward_begins   if no message can carry a digest (`communication="torch"`): ranks compare at the first, 2nd, 16th,
-               128th, ... training forward, and after a load or a change of settings
+    forward_begins   if no message carries a digest, ranks compare at the first, 2nd, 16th, 128th, ... training forward:
+               where all messages are native (`communication="torch"`; also after a load or a change of settings), and
+               where nothing that is sharded trains, so that nothing is reduced, but something beside it does (adapters
+               added after `fully_shard`)
 
 Each mesh has its own ledger: the ranks of a pipeline stage or an expert compare among themselves. On a device the
 result is read one step later, at the same place on all ranks, when its event is done.
@@ -29,7 +31,7 @@ from ..comm import Comparison, Digits, ReduceChannel
 from ..guard import Action, RanksDisagree, Scope, is_current, scope_of, shown_ranks
 from ..guard.facts import ADVICE, Deed, Fact, Ledger, Sealed, differences, digest_of, first_unlike
 from .agreement import digests_of, replicas_of, unsharded_on
-from .names import clean_name, parameter_names
+from .names import clean_name, first_few, parameter_names
 from .names_elsewhere import names_elsewhere
 from .optimizer_facts import OptimizerFacts, listed, text_of
 from .optimizer_steps import tell_optimizer_steps
@@ -73,6 +75,8 @@ class _Mesh:
         self.scope: Scope | None = scope_of(ranks)
         self.epoch = -1 if self.scope is None else self.scope.epoch
         self.ledger = Ledger()
+        # Whether a forward of one rank needs all the others: each gathers its parameters from all of them.
+        self.gathers = True
         # Positions of the groups on this mesh, by unit.
         self.members: dict[Unit, list[int]] = {}
         # Comparison of the running backward, and earlier ones whose result was not read yet.
@@ -129,6 +133,7 @@ class StepFacts:
                 mesh = self._meshes.setdefault(ranks, _Mesh(ranks)) if len(ranks) > 1 else None
                 if mesh is not None:
                     mesh.members.setdefault(unit, []).append(position)
+                    mesh.gathers = mesh.gathers and links.shard.world == len(ranks)
                 meshes.append(mesh)
             self._of[unit] = tuple(meshes)
         for mesh in self._meshes.values():
@@ -238,25 +243,37 @@ class StepFacts:
         for mesh in self._meshes.values():
             mesh.sent = None
 
-    def forward_begins(self, *, trains: bool) -> None:
-        """A forward begins; `trains`: of the whole model, with gradients. If no message can carry a digest, ranks
-        compare at some forwards. Raises `RanksDisagree` on all ranks of a mesh."""
+    def forward_begins(self, *, trains: bool, records: bool = False) -> None:
+        """A forward begins; `trains`: of the whole model, with gradients; `records`: also in `eval()`. If no message
+        can carry a digest, ranks compare at some forwards. Raises `RanksDisagree` on all ranks of a mesh."""
         for mesh in self._meshes.values():
             if mesh.only_native is None:
                 mesh.only_native = self._is_only_native(mesh)
-            if not mesh.only_native or mesh.scope is None:
+            if mesh.scope is None:
+                continue
+            # In `eval()` only where no rank can be alone in it.
+            counts = trains or (records and mesh.gathers and not mesh.only_native)
+            if not mesh.only_native and (not counts or _reduces(mesh)):
                 continue
             looks = mesh.looks
-            looks.forwards += trains
-            if looks.forwards < looks.next_question and not (looks.values_asked or self._settings_changed):
+            looks.forwards += counts
+            is_due = counts and looks.forwards >= looks.next_question
+            if not is_due and not (mesh.only_native and (looks.values_asked or self._settings_changed)):
                 continue
-            if trains and looks.forwards >= looks.next_question:
+            if is_due:
                 looks.next_question = 2 if looks.forwards < 2 else looks.next_question * _LOOKS
-            self._refuse(mesh, mesh.scope, self._seal(mesh).text)
+                # Few forwards ask, and only they can find that values outside drift apart.
+                looks.next_look = looks.count + 1
+            if mesh.only_native or self._trains_outside(mesh):
+                self._refuse(mesh, mesh.scope, self._seal(mesh).text)
 
     def _is_only_native(self, mesh: _Mesh) -> bool:
         default = self._root.options.communication
         return all(unit.settings.controls.strategy(default) == "torch" for unit in mesh.members)
+
+    def _trains_outside(self, mesh: _Mesh) -> bool:
+        """Whether something trains that no unit has, of which the user alone averages the gradients."""
+        return any(tensor.requires_grad for tensor in {**self._outside(mesh), **mesh.beside}.values())
 
     def _look(self, mesh: _Mesh, sent: _Sent) -> None:
         if sent.comparison.differs() and mesh.scope is not None:
@@ -270,7 +287,8 @@ class StepFacts:
         elsewhere = {rank: told for rank, told in answers.items() if not told.startswith("[")}
         if elsewhere:
             raise RanksDisagree(f"expected all ranks to compare facts, found {elsewhere}", by_rank=answers)
-        for difference in differences(answers):
+        found = list(differences(answers))
+        for difference in found:
             fact = difference.fact
             # Allowed: names that some ranks do not have, and ignored parameters that differ from the start.
             some_lack = fact.kind == "outside" and any(value == "none" for value, _ in difference.values)
@@ -288,6 +306,9 @@ class StepFacts:
             if fact.name in mesh.beside:
                 parameter = mesh.beside[fact.name]
                 said = f"{names_elsewhere([parameter])[id(parameter)]}, {said}"
+            if fact.kind == "outside":
+                more = [other.fact.name for other in found if other.fact.kind == "outside" and other is not difference]
+                said = said.replace(";", f" (and {first_few(more)});", 1) if more else said
             error = RanksDisagree(said, what=fact.name, by_rank=difference.by_rank)
             self._peers.disagree_on(scope, error)
             raise error
@@ -392,6 +413,14 @@ class StepFacts:
     def _place(self, parameter: Tensor, mesh: _Mesh, name: str) -> None:
         self._places[id(parameter)] = mesh.ranks, name
         self._placed.append(parameter)  # keep it alive, so that its id stays unique
+
+
+def _reduces(mesh: _Mesh) -> bool:
+    """Whether a backward may reduce gradients over the mesh. Before the first forward of a unit: by `requires_grad`."""
+    return any(
+        unit.record.plan.trainable if unit.gradients.is_known else any(p.sharded.requires_grad for p in unit.params)
+        for unit in mesh.members
+    )
 
 
 def _more(count: int) -> str:

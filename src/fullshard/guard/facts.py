@@ -15,8 +15,8 @@ What a rank does is in a `Ledger`, which belongs to the ranks of one mesh and on
     fact                                        taken        where it is taken
     settings of reductions (divide factor,      on change    the setters of `FSDPModule`
       sums, hooks, custom messages)
-    values outside of units, and of replicas    first use,   before the first reduction of a backward
-                                                load, change
+    values outside of units, and of replicas    first use,   before the first reduction of a backward; where nothing
+                                                load, change sharded trains, some forwards (engine/step_facts.py)
     optimizer: class, options of each group     each step    after `optimizer.step()`; texts are made of what changed
       (lr, weight_decay, ...), parameters
     optimizer: how much state there is, and     each step    after `optimizer.step()`
@@ -205,8 +205,9 @@ _MOST_DEEDS = 64
 # The advice in an error, by the kind of a fact.
 ADVICE = {
     "settings": "call the setters of FSDPModule with the same arguments on all ranks",
-    "outside": "give it to fully_shard, reduce its gradients yourself, or freeze it; fullshard.find_drift(model) lists "
-    "all that differ",
+    "outside": "no unit has it, so nothing averages its gradients: add it before fully_shard (adapters: get_peft_model "
+    "first); or begin from equal values, average its gradients yourself, and name in ignored_params what is there by "
+    "then; or freeze it; fullshard.find_drift(model) lists all that differ",
     "ignored": "nothing where that is meant, as of experts of a rank's own; else seed and load it alike",
     "replicas": "seed and load the ranks that replicate alike; fullshard.find_drift(model) lists all that differ",
     "optimizer": "build the optimizer and its schedule from the same numbers on all ranks",
