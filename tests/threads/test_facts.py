@@ -366,7 +366,7 @@ def _seeded_replicas(rank: int, replicas: tuple[int, ...]) -> Run:
         model: Any = Model()
     model = shard(model, mesh=mesh)
     model.to_empty(device="cpu")
-    generator = torch.Generator().manual_seed(rank // replicas[1])
+    generator = torch.Generator().manual_seed(rank)
     with torch.no_grad():
         for p in model.parameters():
             p.to_local().normal_(generator=generator)
