@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 import fullshard
 from tests.harness import tolerance
 from tests.harness.implementations import FULLSHARD, Implementation, kinds
+from tests.harness.models import seeded
 from tests.harness.threads import run_ranks
 
 VOCABULARY, WIDTH, ROWS = 11, 6, 2
@@ -326,6 +327,30 @@ PROGRAMS: dict[str, Program] = {
     "two_dtypes_in_a_unit": Program(_mean_square, of_blocks(TwoDtypes)),
     "returns_a_parameter": Program(lambda m, t, s: m(t)[0].pow(2).mean(), ReturnsParameter),
 }
+
+
+class Adapted(nn.Module):
+    """A linear module with a low-rank adapter beside it, which begins as PEFT's do: the second factor is zero."""
+
+    def __init__(self, base: nn.Linear, seed: int) -> None:
+        super().__init__()
+        self.base = base
+        self.a = seeded(lambda: nn.Linear(base.in_features, 2, bias=False), seed=seed)
+        self.b = nn.Linear(2, base.out_features, bias=False)
+        nn.init.zeros_(self.b.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.base(x) + self.b(self.a(x))
+        return out
+
+
+def adapt(model: Any, seed: int = 3, *, trains: bool = True) -> Any:
+    """Freeze the model, and put adapters into its blocks."""
+    model.requires_grad_(False)
+    for layer in model.layers:
+        layer.up = Adapted(layer.up, seed).requires_grad_(trains)
+        layer.up.base.requires_grad_(False)
+    return model
 
 
 def shard(model: Any, impl: Implementation = FULLSHARD, **options: Any) -> Any:

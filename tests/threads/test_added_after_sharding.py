@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 import fullshard
 from fullshard import fully_shard
@@ -20,25 +20,10 @@ from fullshard.guard import RanksDisagree, Scope
 from tests.harness.models import seeded
 from tests.harness.parity import environment
 from tests.harness.threads import run_ranks
-from tests.threads.programs import Model, batch, part, shard
+from tests.threads.programs import Adapted, Model, adapt, batch, part, shard
 
 STEPS = 3
 Program = Callable[[int], "Training"]
-
-
-class Adapted(nn.Module):
-    """A linear module with a low-rank adapter beside it, which begins as PEFT's do: the second factor is zero."""
-
-    def __init__(self, base: nn.Linear, seed: int) -> None:
-        super().__init__()
-        self.base = base
-        self.a = seeded(lambda: nn.Linear(base.in_features, 2, bias=False), seed=seed)
-        self.b = nn.Linear(2, base.out_features, bias=False)
-        nn.init.zeros_(self.b.weight)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.base(x) + self.b(self.a(x))
-        return out
 
 
 class Training:
@@ -68,15 +53,6 @@ class Training:
         if self.optimizer is not None:
             self.optimizer.step()
             self.optimizer.zero_grad()
-
-
-def adapt(model: Any, seed: int = 3, *, trains: bool = True) -> Any:
-    """Freeze the model, and put adapters into its blocks."""
-    model.requires_grad_(False)
-    for layer in model.layers:
-        layer.up = Adapted(layer.up, seed).requires_grad_(trains)
-        layer.up.base.requires_grad_(False)
-    return model
 
 
 def frozen_and_adapted(rank: int, seed: int = 3) -> Any:

@@ -41,7 +41,7 @@ from tests.harness import installed, tolerance
 from tests.harness.forked import run_forks
 from tests.harness.models import seeded
 from tests.harness.threads import run_ranks
-from tests.threads.programs import Model, batch, part, shard
+from tests.threads.programs import Model, adapt, batch, part, shard
 
 PAGE = Path(__file__).parents[2] / "docs" / "troubleshooting.md"
 CPU = torch.device("cpu")
@@ -707,6 +707,21 @@ def _(rank: int, title: str) -> None:
     row["model"], row["head"] = shard(build()), Head()
     row.mend()
     row.see()
+
+
+@symptom("Adapters were added after sharding")
+def _(rank: int, title: str) -> None:
+    row = Row(title, model=build(), add_adapters=adapt, tokens=tokens_of(rank))
+    with pytest.raises(fullshard.RanksDisagree, match=r"^layers\.0\.up\.b\.weight: .* no unit has it, .*averages"):
+        row.see()
+    row["model"] = build()
+    row.mend()
+    optimizer = torch.optim.SGD([p for p in row["model"].parameters() if p.requires_grad], lr=0.1)
+    for _ in range(3):
+        square(row["model"], tokens_of(rank)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert all(isinstance(p, DTensor) for p in row["model"].parameters())
 
 
 @symptom("Plain and sharded parameters in one step")

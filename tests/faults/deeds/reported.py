@@ -20,7 +20,7 @@ import fullshard
 from tests.faults.actions import Action
 from tests.faults.program import Run
 from tests.harness.models import seeded
-from tests.threads.programs import WIDTH, Block, Model
+from tests.threads.programs import WIDTH, Block, Model, adapt
 
 # ---- containers ------------------------------------------------------------------------------------------------------
 
@@ -245,6 +245,11 @@ def other_head(run: Run) -> None:
 def into_other_head(run: Run, tokens: Tensor) -> Tensor:
     found: Tensor = run.kept["head"](run.model(tokens)).pow(2).mean()
     return found
+
+
+def adapted(run: Run) -> None:
+    """Adapters beside a base that is frozen, after `fully_shard`."""
+    adapt(run.model)
 
 
 # ---- numbers of gradients --------------------------------------------------------------------------------------------

@@ -221,6 +221,25 @@ OPTIMIZERS = (
         (at(-1, "ready", do.other_head),),
         Setup(steps=20, loss=do.into_other_head),
     ),
+    _refused(
+        "adapters_added_after",
+        "adapters are added to a frozen base after fully_shard, and nothing averages their gradients",
+        "wrapped",
+        do.adapted,
+        "RanksDisagree",
+        r"layers\.0\.up\.b\.weight",
+        r"and .*layers\.1\.up\.b\.weight",
+        "get_peft_model first",
+        "average its gradients",
+        fast=True,
+    ),
+    _case(
+        "adapters_averaged",
+        "the same where the loop averages their gradients",
+        PLAIN,
+        Setup(averaged=True),
+        at(-1, "wrapped", do.adapted),
+    ),
 )
 
 NUMBERS = (
