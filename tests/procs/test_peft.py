@@ -87,6 +87,27 @@ def test_a_frozen_base_is_gathered_and_never_reduced() -> None:
         assert full_nbytes == 0
 
 
+def _added_after(rank: int) -> tuple[str, str]:
+    """A plain loop over a model as `from_pretrained` returns it, in evaluation mode, with adapters added too late."""
+    from peft import LoraConfig, get_peft_model
+
+    base = sharded(fullshard.fully_shard, llama(tied=False)).eval()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
+        torch.manual_seed(0)
+        model: Any = get_peft_model(base, LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
+    optimizer = torch.optim.AdamW(_trainable(model), lr=1e-2)
+    with pytest.raises(fullshard.RanksDisagree) as raised:
+        train(model, optimizer, rank, dist.get_world_size(), STEPS)
+    return raised.value.what, str(raised.value)
+
+
+@pytest.mark.slow
+def test_adapters_that_are_added_after_sharding_are_named() -> None:
+    for what, text in pool(WORLD).run(_added_after, timeout=TIMEOUT):
+        assert what.endswith("lora_B.default.weight") and "get_peft_model first" in text
+
+
 def _saving(rank: int, folder: str) -> tuple[str, bool, bool]:
     """Save adapters, load them onto a new base."""
     plain, model = _adapted(), sharded(fullshard.fully_shard, _adapted())

@@ -110,6 +110,50 @@ def test_where_no_message_carries_a_digest_some_forwards_that_train_compare(
     assert asked == ([1, 2, 9, 16] if load else [1, 2, 16])
 
 
+def test_each_forward_that_compares_takes_the_values_outside_of_units(
+    made: Made, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made.mesh.only_native = True
+    monkeypatch.setattr(made.facts, "_refuse", lambda mesh, scope, text: None)
+    taken = []
+    for forward in range(1, 130):
+        before = len(made.values)
+        made.facts.forward_begins(trains=True)
+        taken += [forward] * (len(made.values) - before)
+    assert taken == [1, 2, 16, 128]
+
+
+@pytest.mark.parametrize(
+    ("reduces", "outside", "gathers", "trains", "asked"),
+    [
+        (False, True, True, True, [1, 2, 16]),
+        (False, True, True, False, [1, 2, 16]),  # in eval()
+        (False, True, False, False, []),  # there a rank may be alone
+        (False, False, True, True, []),
+        (True, True, True, True, []),
+    ],
+)
+def test_where_nothing_is_reduced_forwards_compare_what_trains_outside(
+    made: Made,
+    reduces: bool,
+    outside: bool,
+    gathers: bool,
+    trains: bool,
+    asked: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found: list[int] = []
+    made.mesh.only_native, made.mesh.gathers = False, gathers
+    made.unit.record.plan = SimpleNamespace(trainable=reduces)
+    made.unit.gradients = SimpleNamespace(is_known=True)
+    monkeypatch.setattr(made.facts, "_trains_outside", lambda mesh: outside)
+    monkeypatch.setattr(made.facts, "_refuse", lambda mesh, scope, text: found.append(mesh.looks.forwards))
+    for _ in range(19):
+        made.facts.forward_begins(trains=trains, records=True)
+        made.facts.forward_begins(trains=False, records=False)
+    assert found == asked
+
+
 def test_settings_are_told_when_they_changed(made: Made) -> None:
     name = "settings of layers.0"
     assert made.seal()[name] == "divide factor=2.0"
