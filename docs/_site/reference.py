@@ -108,12 +108,10 @@ API: dict[str, tuple[str, str, dict[str, tuple[str, ...]]]] = {
     ),
     "compat": (
         "fullshard.compat",
-        "Call shapes of other libraries on this runtime, for programs that cannot change yet.",
+        "Call shapes of other libraries on this runtime, for programs that cannot change yet. Enums, configurations "
+        "and policies of FSDP1 are torch's own objects, which `fullshard.compat.fsdp1` hands out under the same names.",
         {
-            "fullshard.compat.fsdp1": (
-                "FullyShardedDataParallel", "ShardingStrategy", "BackwardPrefetch", "MixedPrecision", "CPUOffload",
-                "StateDictType",
-            ),
+            "fullshard.compat.fsdp1": ("FullyShardedDataParallel",),
             "fullshard.compat.composer": ("prepare_fsdp_module",),
         },
     ),

@@ -133,8 +133,13 @@ def test_files_are_those_of_the_plain_model(kind: str, tmp_path: Path) -> None:
     assert_both_ways(2, kind, tmp_path, torch.float32)
 
 
+# Their files have tables of angles, which transformers keeps in float32 where it loads a model and not where it casts
+# one: the plain model's own round trip differs.
+ANGLES_IN_FILES = ("esm",)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("world", [1, 3])
-@pytest.mark.parametrize("kind", FAMILIES)
+@pytest.mark.parametrize("kind", [kind for kind in FAMILIES if kind not in ANGLES_IN_FILES])
 def test_files_at_other_worlds_in_bfloat16(kind: str, world: int, tmp_path: Path) -> None:
     assert_both_ways(world, kind, tmp_path, torch.bfloat16)

@@ -256,7 +256,8 @@ def test_a_table_without_padding_or_with_values_is_not_looked_at() -> None:
     run_ranks(2, rank_fn)
 
 
-def test_a_table_with_values_beside_a_unit_that_was_emptied_is_not_looked_at() -> None:
+@pytest.mark.parametrize("fill", [lambda model: reset(model.last), fullshard.materialize])
+def test_a_table_with_values_beside_a_unit_that_was_emptied_is_not_looked_at(fill: Callable[[Any], object]) -> None:
     def rank_fn(rank: int) -> None:
         model: Any = Reads(nn.Embedding(ROWS, COLUMNS, padding_idx=5))
         with torch.no_grad():
@@ -265,7 +266,7 @@ def test_a_table_with_values_beside_a_unit_that_was_emptied_is_not_looked_at() -
             model.last = nn.Linear(COLUMNS, COLUMNS)
         for module in (model.table, model.last, model):
             fully_shard(module)
-        reset(model.last)
+        fill(model)
         forward(model)
         assert row_of(model, 5).all()
 

@@ -432,6 +432,7 @@ def _allocate(model: nn.Module, units: Sequence[Unit], device: torch.device) -> 
     places = {id(p.sharded): g.placing.shard_device for u in units for g in u.groups for p in g.params}
     conversion = Conversion(lambda t: torch.empty_like(t, device=places.get(id(t), device)) if t.is_meta else t)
     tied = _tied(model)
+    on_meta = {unit: [param for param in unit.params if param.sharded.is_meta] for unit in units}
     for name, module in model.named_modules():
         if any(tensor.is_meta for tensor in _own_tensors(module)):
             with noting_emptied(unit_of(model), module, name=name):
@@ -442,7 +443,7 @@ def _allocate(model: nn.Module, units: Sequence[Unit], device: torch.device) -> 
     if conversion.emptied:
         for unit in units:
             unit.repair()
-            note_uninitialized(unit)
+            note_uninitialized(unit, on_meta[unit])
 
 
 def _tied(model: nn.Module) -> list[list[tuple[nn.Module, str]]]:

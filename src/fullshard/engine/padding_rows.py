@@ -20,21 +20,21 @@ from ..param import Owner, ShardedParam, local_part
 from .names import parameter_names
 from .unit import Unit
 
-# Of parameters that a load gave a value since `to_empty`.
-_LOADED: weakref.WeakSet[Owner] = weakref.WeakSet()
+# Of parameters that lost their value to `to_empty`, or never had one, and that no load gave one since.
+_EMPTIED: weakref.WeakSet[Owner] = weakref.WeakSet()
 
 
 def note_row_loaded(owner: Owner | None) -> None:
     """A load gave the parameter of `owner` its value."""
     if owner is not None:
-        _LOADED.add(owner)
+        _EMPTIED.discard(owner)
 
 
 def note_rows_emptied(params: Iterable[ShardedParam]) -> None:
-    """`to_empty` took the values of `params`."""
+    """`params` have memory without values."""
     for param in params:
         if param.owner is not None:
-            _LOADED.discard(param.owner)
+            _EMPTIED.add(param.owner)
 
 
 class _Row(NamedTuple):
@@ -51,9 +51,9 @@ def refuse_padding_rows(units: Sequence[Unit], top: nn.Module) -> None:
     wrong: list[_Row] = []
     for mesh in dict.fromkeys(row.mesh for row in rows):
         here = [row for row in rows if row.mesh == mesh]
-        counts = sum_over(mesh, torch.tensor([[_is_wrong(row), row.param.owner in _LOADED] for row in here]).int())
+        counts = sum_over(mesh, torch.tensor([[_is_wrong(row), _has_values(row)] for row in here]).int())
         # A load on any rank is a load: ranks may take part of a checkpoint each.
-        wrong += [row for row, (bad, loaded) in zip(here, counts.tolist(), strict=True) if bad and not loaded]
+        wrong += [row for row, (bad, kept) in zip(here, counts.tolist(), strict=True) if bad and not kept]
     if wrong:
         found = "; ".join(f"{row.name}: row {row.place} (padding_idx)" for row in wrong[:8])
         raise RuntimeError(
@@ -74,6 +74,11 @@ def _rows(units: Sequence[Unit], top: nn.Module) -> Iterator[_Row]:
             found = of_tensor.get(id(module.weight))
             if found is not None and found.sharded.is_floating_point():
                 yield _Row(names[found], module.padding_idx, found, found.spec.mesh)
+
+
+def _has_values(row: _Row) -> bool:
+    """Whether its parameter kept its values, or a load gave it some: any row may be meant."""
+    return row.param.owner is not None and row.param.owner not in _EMPTIED
 
 
 def _is_wrong(row: _Row) -> bool:

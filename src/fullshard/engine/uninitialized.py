@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from .._torch import non_persistent_buffers
 from ..comm import sum_over
 from ..guard import Scope
-from ..param import are_poisoned, is_poisoned, local_data, poison
+from ..param import ShardedParam, are_poisoned, is_poisoned, local_data, poison
 from .names import clean_name, parameter_names
 from .padding_rows import note_rows_emptied, refuse_padding_rows
 from .unit import Unit
@@ -83,10 +83,10 @@ class _EmptyCalls(TorchFunctionMode):
         return result
 
 
-def note_uninitialized(unit: Unit) -> None:
-    """Check `unit` in the next forward."""
+def note_uninitialized(unit: Unit, emptied: Iterable[ShardedParam] | None = None) -> None:
+    """Check `unit` in the next forward. `emptied`: those of its parameters that have no values; None: all of them."""
     unit.unproven = True
-    note_rows_emptied(unit.params)
+    note_rows_emptied(unit.params if emptied is None else emptied)
     if unit.root is not None:
         unit.root.unproven.some = True
 
