@@ -54,7 +54,7 @@ TORCH_OF_PYTHONS = "2.13.0"
 # require come with them.
 PACKAGES = (
     "filelock typing-extensions sympy networkx jinja2 fsspec setuptools numpy pytest hypothesis safetensors isal rich "
-    "PyYAML libcst shtab hatchling editables matplotlib tensorboard tokenizers psutil transformers"
+    "PyYAML shtab hatchling editables matplotlib tensorboard tokenizers psutil transformers"
 ).split()
 # These without what they require: that includes torch, with NVIDIA's packages.
 PACKAGES_ALONE = ("accelerate", "peft", "bitsandbytes", "torchao")
