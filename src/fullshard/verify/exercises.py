@@ -19,7 +19,7 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -313,6 +313,12 @@ def _evaluate(training: Training, when: str, mode: str) -> Evaluated:
     with evaluating(training.model, mode):
         seed_generators(seed_of(index))
         loss = training.program.loss(training.model, batch)
+    if training.setting.library == "torch":
+        # With reshard_after_forward=False an evaluation leaves full parameters on the modules of torch's FSDP2, without
+        # gradients and stale after the next optimizer step, until somebody calls this.
+        for module in training.model.modules():
+            if type(module).__name__.startswith("FSDP"):
+                cast(Any, module).reshard()
     return Evaluated(when, mode, before, host(loss), generators(training.device), _buffers(training), weights.take())
 
 
