@@ -1,4 +1,4 @@
-"""The names that torch has for NCCL, and the two classes behind them: "nccl", and from 2.14 on "nccl2", "nccl-lazy",
+"""The names that torch has for NCCL, and their two classes: "nccl", and from 2.14 on "nccl2", "nccl-lazy",
 "nccl-legacy". Over each of them messages travel over data groups, with limits of the watch and a cut."""
 
 from __future__ import annotations

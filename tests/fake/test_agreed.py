@@ -1,4 +1,4 @@
-"""What ranks compare of a model, each fact by itself: a rank that has another one is told by its name. One process that
+"""What ranks compare of a model, each fact by itself: a rank that has another one is named. One process that
 describes several models, and stand-ins for what ranks answer."""
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 import threading
 import time
@@ -16,6 +17,7 @@ from torch import nn
 from torch.distributed.tensor.debug import CommDebugMode
 
 from fullshard import fully_shard, register_fsdp_forward_method
+from fullshard.comm import data_group
 from fullshard.comm.data_group import Sent
 from fullshard.engine import unit_of
 from fullshard.guard.wait import Waits
@@ -220,3 +222,16 @@ def test_a_message_of_connections_that_were_given_up_is_no_wait_of_the_new_epoch
         waits[threading.get_ident()] = kept
         kept.since += 1  # another wait for it begins
         assert [one.told()["number"] for one in waits.current().values()] == ([24] if blocks else [])
+
+
+def test_a_message_of_connections_that_were_given_up_is_waited_for_some_seconds(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also when its group has new connections, which are not cut: nothing else would end that wait."""
+    monkeypatch.setattr(data_group, "_CUT_SECONDS", 0.05)
+    group = _group(itertools.repeat(0.0))
+    sent = Sent(group, cast(Any, _Stuck()), 7, in_one=False)
+    group.scope.renewed = 1
+    with pytest.raises(RuntimeError, match="Operation timed out"):
+        sent.wait()
+    assert not group.scope.watch.waiting

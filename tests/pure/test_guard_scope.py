@@ -86,7 +86,7 @@ def test_what_a_scope_has_heard(two: Simulation) -> None:
         scope.hear(one, two.now)
     # One of the next epoch is kept for it; one's own failure ends no wait, and being taken for lost does.
     assert scope.causes() == [lost] and not scope.is_of_others(own)
-    assert scope.telling(fault(scope)) == [own, lost, fault(scope)], "what this overwrites is told again"
+    assert scope.telling(fault(scope)) == [own, lost, fault(scope)], "what this overwrites is sent again"
 
 
 def test_a_long_error_is_cut_before_it_is_sent(two: Simulation) -> None:

@@ -1,4 +1,4 @@
-"""The other ranks of a root when a step fails: who is told what, what a meeting refuses, what a load restores, and what
+"""The other ranks of a root when a step fails: what each learns, what a meeting refuses, what a load restores, and what
 a guarded block sees of a step. Ranks are simulated (benchmarks/simulated_ranks.py)."""
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def on_both(simulation: Simulation, call: Any) -> list[Any]:
     return [simulation.raised.get(rank, simulation.returned.get(rank)) for rank in range(2)]
 
 
-# ---- who is told -----------------------------------------------------------------------------------------------------
+# ---- who learns of it ------------------------------------------------------------------------------------------------
 
 
 def test_a_failure_is_told_on_all_meshes_with_what_the_rank_did(two: Simulation) -> None:

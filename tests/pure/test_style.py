@@ -43,7 +43,7 @@ def pattern() -> re.Pattern[str]:
     return re.compile(rf"(?<![\w./\-'])(?:{words})(?![\w/=(']|-\w|\.\w)", re.IGNORECASE)
 
 
-# Words of others: the text of a warning of torch's.
+# Words of others: the text of a warning that torch gives.
 QUOTED = {
     ("src/fullshard/train/launch.py", "initialize"),
 }

@@ -1,5 +1,5 @@
-"""What users compute of a gradient as a number: right, an error of torch's, or seen by `PartialReads` where it is this
-rank's part. One rule for all of them, held against the gradient of plain training."""
+"""What users compute of a gradient as a number: right, an error that torch raises, or seen by `PartialReads` where it
+is this rank's part. One rule for all of them, held against the gradient of plain training."""
 
 from __future__ import annotations
 

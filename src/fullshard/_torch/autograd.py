@@ -160,7 +160,7 @@ _SAVES_ARGUMENTS = getattr(
     "_checkpoint_without_reentrant_generator_impl",
     torch.utils.checkpoint._checkpoint_without_reentrant_generator,
 ).__code__
-# How far above a saved-tensor hook it is: at most two frames of dynamo's, three of torch's.
+# How far above a saved-tensor hook it is: at most two frames of dynamo and three of torch.
 _FRAMES = 6
 
 

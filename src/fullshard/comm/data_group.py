@@ -472,6 +472,9 @@ class Sent:
     def _is_overdue(self) -> bool:
         """A slice of the wait is over: whether the group was cut some time ago. A collective that is issued while its
         connection closes may never end, and no cut ends it, because there is nothing left to cut."""
+        if self._renewed != self.group.scope.renewed:
+            # `cut_at` may be that of the connections that the group has now, which are not cut.
+            return self.since < time.monotonic() - _CUT_SECONDS
         return 0 < self.group.cut_at < time.monotonic() - _CUT_SECONDS
 
     def drain(self) -> None:

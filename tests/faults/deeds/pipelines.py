@@ -44,7 +44,7 @@ def _part(step: int, shard: int) -> tuple[Tensor, Tensor]:
 
 
 def trains(schedule: str, *, reshard: bool = True, clip: Callable[[Run], None] | None = None) -> Callable[[Run], None]:
-    """A program: train by this schedule of torch's, and collect the whole model. `clip(run)`: before each update."""
+    """A program: train by this pipeline schedule, and collect the whole model. `clip(run)`: before each update."""
 
     def program(run: Run) -> None:
         run.at("start")

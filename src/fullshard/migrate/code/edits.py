@@ -238,7 +238,7 @@ class Edits:
             final.append((end, end, (f"\n\n{helper}".replace("\n", file.newline) + gap,)))
 
     def _is_unused(self, alias: ast.alias) -> bool:
-        """Whether it is a name of torch's that only lines that are gone have used."""
+        """Whether it is a name from torch that only lines that are gone have used."""
         name = alias.asname or alias.name.partition(".")[0]
         nodes = self.file.nodes
         uses = [n for n in nodes if isinstance(n, ast.Name) and n.id == name and isinstance(n.ctx, ast.Load)]
