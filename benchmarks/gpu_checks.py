@@ -174,7 +174,7 @@ def data_groups(at: Rank) -> Rows:
     """fullshard's own groups (comm/data_group.py): connected, all that Python holds collected, and then used; a second
     one, because a communicator may be made at the first message of each."""
     from fullshard.comm.data_group import can_cut, open_data_group
-    from fullshard.guard import scope_of
+    from fullshard.peers import scope_of
 
     origin, scope = dist.group.WORLD, scope_of(range(at.world))
     assert origin is not None and scope is not None and can_cut(at.backend)
@@ -497,7 +497,7 @@ def abort(at: Rank) -> Rows:
     """Rank 0 sends a message that rank 1 never joins, and cuts its data group: is its stream released, and does torch's
     watchdog leave the process alone? The last check: it breaks a group."""
     from fullshard.comm.data_group import open_data_group
-    from fullshard.guard import scope_of
+    from fullshard.peers import scope_of
 
     origin, scope = dist.group.WORLD, scope_of(range(at.world))
     assert origin is not None and scope is not None

@@ -37,7 +37,7 @@ def names(at: Rank) -> Rows:
 
 def _used(at: Rank, name: str, ranks: tuple[int, ...]) -> dict[str, Any]:
     from fullshard.comm import ShardGroup
-    from fullshard.guard import scope_of
+    from fullshard.peers import scope_of
 
     seconds: dict[str, float] = {}
     begun = time.perf_counter()

@@ -28,7 +28,7 @@ from benchmarks.common import LIGHT, TINY, ModelShape, Trainee, batch_of, build_
 from benchmarks.common import print_json as print_answer
 from benchmarks.host import count_calls
 from fullshard.comm import alike
-from fullshard.guard import scope_of
+from fullshard.peers import scope_of
 
 MODES = ("off", "structure", "full")
 # The first forwards of a model are watched.

@@ -33,7 +33,7 @@ from typing import Any
 import torch.distributed as dist
 
 from benchmarks.simulated_ranks import SimulatedGroup, Simulation
-from fullshard.guard import Settings, Wait, Watch
+from fullshard.peers import Settings, Wait, Watch
 
 WORLDS = (8, 64, 256, 1000)
 WAITS = (2.0, 10.0, 60.0)

@@ -22,8 +22,8 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
 
-from fullshard.guard import Scope, Settings, Wait, Watch
-from fullshard.guard.process import Host
+from fullshard.peers import Scope, Settings, Wait, Watch
+from fullshard.peers.process import Host
 
 # The watch's thread looks so often.
 _TICK_SECONDS = 0.25

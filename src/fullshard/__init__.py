@@ -3,10 +3,8 @@
 Public names are imported when the first of them is asked for (PEP 562): `fullshard --help` needs no torch.
 """
 
-import sys
 import warnings
 from importlib import import_module
-from types import ModuleType
 from typing import TYPE_CHECKING
 
 from ._version import __version__ as __version__
@@ -92,23 +90,3 @@ def __getattr__(name: str) -> object:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
-
-
-class _Package(ModuleType):
-    """`fullshard.guard` is the function, though a room has that name, which the import system would put there."""
-
-    @property
-    def guard(self) -> object:
-        return self.__dict__.get("guard") or import_module("._public", __name__).guard
-
-    @guard.setter
-    def guard(self, value: object) -> None:
-        if not isinstance(value, ModuleType):
-            self.__dict__["guard"] = value
-
-    @guard.deleter
-    def guard(self) -> None:
-        self.__dict__.pop("guard", None)
-
-
-sys.modules[__name__].__class__ = _Package

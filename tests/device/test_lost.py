@@ -278,7 +278,7 @@ REDUCTIONS = ("all-to-all", "reduce-scatter", "all-reduce")
 def _cut(model: Any, rank: int) -> None:
     """What the watch does when a peer is gone."""
     from fullshard.engine.root import module_units
-    from fullshard.guard import Fault
+    from fullshard.peers import Fault
 
     (scope,) = module_units(model)[0].root.scopes  # type: ignore[union-attr]
     scope.fail(Fault(1 - rank, "lost", "gave no sign of life", scope.name, scope.epoch))

@@ -603,7 +603,7 @@ FAULTS: dict[str, tuple[SeededFault, str]] = {
         "hidden outputs",
     ),
     "such a unit is not watched any longer": (
-        SeededFault("engine.root:Root._weight_needed", "unit.watching.is_irregular = True\n        return", "return"),
+        SeededFault("engine.root:Root._weight_needed", "unit.reads.is_irregular = True\n        return", "return"),
         "hidden outputs",
     ),
     "another stream begins at once": (

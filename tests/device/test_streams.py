@@ -51,7 +51,7 @@ def test_whole_steps_may_change_the_stream() -> None:
 def _captured(rank: int) -> tuple[list[str], str]:
     """A graph is captured while messages are under way; then one of the model itself."""
     from fullshard.engine import unit_of
-    from fullshard.guard.watch import _under_way
+    from fullshard.peers.watch import _under_way
     from tests.harness import simulated
 
     model, _ = _model()

@@ -19,7 +19,7 @@ from fullshard import fully_shard
 from fullshard.engine import agreement, unit_of
 from fullshard.engine.agreement import Agreement, Drift, describe, differing, digests_of, find_drift, meshes_of
 from fullshard.engine.root import root_of
-from fullshard.guard import Item, RanksDisagree, first_difference
+from fullshard.peers import Item, RanksDisagree, first_difference
 from fullshard.policy import Options
 from tests.harness.fake import fake_world
 

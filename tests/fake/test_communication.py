@@ -20,7 +20,7 @@ from fullshard import fully_shard, register_fsdp_forward_method
 from fullshard.comm import data_group
 from fullshard.comm.data_group import Sent
 from fullshard.engine import unit_of
-from fullshard.guard.wait import Waits
+from fullshard.peers.wait import Waits
 from tests.harness.fake import fake_world
 from tests.threads.programs import Model, batch, shard
 

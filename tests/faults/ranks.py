@@ -29,7 +29,7 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
-from fullshard.guard.watch import _end as say_the_end
+from fullshard.peers.watch import _end as say_the_end
 from tests.faults.cases import GROUP_SECONDS
 from tests.harness.installed import clear_sharding_cache
 

@@ -31,7 +31,7 @@ import torch
 import torch.distributed as dist
 
 from fullshard.checkpoint import background
-from fullshard.guard import watch
+from fullshard.peers import watch
 from tests.harness.installed import clear_sharding_cache
 
 
@@ -175,7 +175,7 @@ def _rank_main(
 
 
 def watch_module() -> Any:
-    """guard/watch.py, which says that a process ends."""
+    """peers/watch.py, which says that a process ends."""
     return sys.modules[watch.__module__]
 
 

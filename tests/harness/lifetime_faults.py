@@ -191,7 +191,7 @@ LIFETIMES: dict[str, Lifetime] = {
         lifetimes.goes_on,
     ),
     "what was under way at an abort is not lost": Lifetime(
-        SeededFault("guard.scope:Scope.fail", "self.losses.note_under_way(spoiled)", "pass"), lifetimes.cuts
+        SeededFault("peers.scope:Scope.fail", "self.losses.note_under_way(spoiled)", "pass"), lifetimes.cuts
     ),
     # ---- launches ----
     "a launch is left open": Lifetime(

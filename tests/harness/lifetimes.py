@@ -27,7 +27,7 @@ from fullshard import PeerFailed, RanksDisagree
 from fullshard._torch import local_of
 from fullshard.comm import ShardGroup
 from fullshard.comm.data_group import DataGroup, open_data_group
-from fullshard.guard import Fault, Scope, scope_of
+from fullshard.peers import Fault, Scope, scope_of
 from tests.harness import nccl, simulated
 from tests.harness.models import assert_close_to_tensor_max
 from tests.harness.on_device import Setup, case_of, reference, sharded, train, whole

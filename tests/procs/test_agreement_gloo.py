@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from fullshard import fully_shard, sync_module_states
-from fullshard.guard import RanksDisagree
+from fullshard.peers import RanksDisagree
 from tests.harness.behaviours import behaviour
 from tests.harness.forked import run_forks
 from tests.harness.implementations import Implementation

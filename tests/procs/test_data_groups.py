@@ -16,7 +16,7 @@ import torch.distributed as dist
 from fullshard import PeerFailed
 from fullshard.comm import ShardGroup, alike
 from fullshard.comm.data_group import DataGroup, open_data_group
-from fullshard.guard import Scope, scope_of
+from fullshard.peers import Scope, scope_of
 from tests.harness.models import seeded
 from tests.harness.pool import pool
 from tests.threads.programs import Model, batch, part, shard

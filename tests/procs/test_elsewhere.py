@@ -1,5 +1,5 @@
 """A rank alone in a torch collective of the user's hears of, and legal programs that look like it are
-not (guard/diagnosis.py).
+not (peers/diagnosis.py).
 
 Processes over gloo, because a rank has to be in a wait that nothing of ours ends. A rank that was told takes the call
 after all, which frees the other one, and both train on: what they come to is bitwise what it would have been.

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import fullshard
-from fullshard.guard import Watch, watch
+from fullshard.peers import Watch, watch
 from tests.harness.forked import run_forks
 from tests.harness.models import seeded
 from tests.threads.programs import Model, batch, part, shard

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fullshard import PeerFailed, RanksDisagree
-from fullshard.guard import watch
+from fullshard.peers import watch
 from tests.harness import worlds
 from tests.harness.behaviours import behaviour
 from tests.harness.forked import run_forks

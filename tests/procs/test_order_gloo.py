@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 import fullshard
 from fullshard import RanksDisagree
-from fullshard.guard import scope_of
+from fullshard.peers import scope_of
 from tests.harness.forked import run_forks
 from tests.threads.test_order import DIVERGENCES, Training, more_evaluation, skipped_unit, step_on_one_rank
 

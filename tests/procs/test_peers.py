@@ -21,8 +21,8 @@ from torch import Tensor, nn
 import fullshard
 from fullshard import PeerFailed, RanksDisagree, fully_shard
 from fullshard.comm.data_group import DataGroup
-from fullshard.guard import Scope, scope_of
-from fullshard.guard.watch import _end
+from fullshard.peers import Scope, scope_of
+from fullshard.peers.watch import _end
 from tests.harness.forked import run_forks
 from tests.harness.killed import DONE, run_killed
 

@@ -18,7 +18,7 @@ SOURCES = src.package_sources()
 
 # Which rooms a room may import. "" is the public surface: `from fullshard import ...`. A room that is not here fails
 # the test.
-LOWER = frozenset({"layout", "schedule", "policy", "guard", "comm", "param", "_torch"})
+LOWER = frozenset({"layout", "schedule", "policy", "peers", "comm", "param", "_torch"})
 ROOMS: dict[str, frozenset[str]] = {
     "_version": frozenset(),
     "_torch": frozenset(),
@@ -26,12 +26,12 @@ ROOMS: dict[str, frozenset[str]] = {
     "schedule": frozenset({"layout"}),
     "policy": frozenset({"layout", "_torch"}),
     # Knows neither units nor checkpoints: what ranks agree on comes as names and texts.
-    "guard": frozenset({"_torch"}),
-    "comm": frozenset({"layout", "policy", "guard", "_torch"}),
+    "peers": frozenset({"_torch"}),
+    "comm": frozenset({"layout", "policy", "peers", "_torch"}),
     "param": frozenset({"layout", "policy", "_torch"}),
     "engine": LOWER,
     "api": LOWER | {"engine"},
-    "checkpoint": frozenset({"layout", "policy", "guard", "comm", "api", "_torch", "_version"}),
+    "checkpoint": frozenset({"layout", "policy", "peers", "comm", "api", "_torch", "_version"}),
     # Reads records, with the rules' texts; the recorder writes what it reads.
     "see": frozenset({"schedule"}),
     "observe": LOWER | {"engine", "see", "_version"},
@@ -64,7 +64,7 @@ PURE += ("fullshard.keys", *(f"fullshard.migrate.{name}" for name in "config lev
 PURE += tuple(f"fullshard.plan.{name}" for name in "account clock description machine page questions".split())
 PURE += ("fullshard.plan.recomputation",)
 PURE += tuple(f"fullshard.plan.{name}" for name in "reductions result rough search simulation spans strategy".split())
-PURE += tuple(f"fullshard.guard.{name}" for name in "diagnosis facts failures order process scope store wait".split())
+PURE += tuple(f"fullshard.peers.{name}" for name in "diagnosis facts failures order process scope store wait".split())
 
 # Beside _torch, which has its classes: where torch's FSDP2 is run.
 FSDP_ALLOWED = {
@@ -104,7 +104,7 @@ PRIVATE_ALLOWED: dict[tuple[str, str], str] = {
     ("checkpoint/formats/writings.py", "'_weight_conversions'"): "the same",
     ("checkpoint/formats/writings.py", "'_keys_to_ignore_on_save'"): "transformers: what its files leave out",
     ("compat/fsdp1.py", "'_module_classes_to_ignore'"): "a field of FSDP1's MixedPrecision, which users set",
-    ("guard/process.py", "._current_frames"): "of Python's sys, documented; torch has no such name",
+    ("peers/process.py", "._current_frames"): "of Python's sys, documented; torch has no such name",
     ("param/swap.py", "._parameters"): "the one file that puts tensors on modules: setattr takes thirty times as long",
 }
 

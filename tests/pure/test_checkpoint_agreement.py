@@ -18,7 +18,7 @@ from fullshard.checkpoint.errors import (
     CheckpointIOError,
     CheckpointMismatch,
 )
-from fullshard.guard import PeerFailed, RanksDisagree
+from fullshard.peers import PeerFailed, RanksDisagree
 
 
 class Messenger:

@@ -24,7 +24,7 @@ from fullshard.checkpoint.plan import whole
 from fullshard.checkpoint.saving import ChecksumThreads, different_replicas, snapshot, spare_cores, write_file
 from fullshard.checkpoint.state import Leaf, Part, flatten, on_host, part_of
 from fullshard.comm import alone
-from fullshard.guard.failures import Loss
+from fullshard.peers.failures import Loss
 
 
 @pytest.fixture

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from fullshard.guard import diagnosis
-from fullshard.guard.diagnosis import Reader, Record, disagreement, late, missing, published, stuck
-from fullshard.guard.store import runs
+from fullshard.peers import diagnosis
+from fullshard.peers.diagnosis import Reader, Record, disagreement, late, missing, published, stuck
+from fullshard.peers.store import runs
 
 SCOPE = "5c0be1"
 OTHER = "07be12"

@@ -198,7 +198,7 @@ def test_settings_are_documented_and_exist() -> None:
 
 
 def test_settings_have_the_defaults_that_are_documented() -> None:
-    from fullshard.guard import Settings
+    from fullshard.peers import Settings
     from fullshard.policy import Options
 
     rows = [line.split("|")[1:4] for line in table(ROOT / "docs" / "engine.md", "variable")]

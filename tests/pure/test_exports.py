@@ -31,13 +31,13 @@ def test_all_equals_what_is_exported() -> None:
 
 
 def test_nothing_heavy_is_imported_before_a_name_is_asked_for() -> None:
-    """And the function `guard` stays what it is when the room of that name is imported."""
+    """And nothing hides the function `guard`."""
     code = """
 import sys
 import fullshard
 assert fullshard.__version__ and "fully_shard" in dir(fullshard)
 assert not {"torch", "numpy"} & set(sys.modules), "import fullshard"
-import fullshard.guard.store
+import fullshard.peers.store
 from fullshard import *
 from fullshard import guard
 assert callable(guard) and fullshard.guard is guard and callable(fully_shard)

@@ -20,7 +20,7 @@ import pytest
 
 from benchmarks.simulated_ranks import Simulation, Store
 from fullshard.engine.recovery import Peers
-from fullshard.guard import PeerFailed, RanksDisagree, Wait, Watch
+from fullshard.peers import PeerFailed, RanksDisagree, Wait, Watch
 
 ROOM = os.path.dirname(inspect.getfile(Watch)) + os.sep
 STEPS = 3

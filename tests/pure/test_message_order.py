@@ -11,8 +11,8 @@ from torch import nn
 
 from fullshard.engine import order as room
 from fullshard.engine.order import _compare, _Lane, _ScopeOrder, changes_parameters
-from fullshard.guard import Action, Order, RanksDisagree
-from fullshard.guard.failures import Failures
+from fullshard.peers import Action, Order, RanksDisagree
+from fullshard.peers.failures import Failures
 
 
 class Scope:

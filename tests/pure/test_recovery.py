@@ -16,7 +16,7 @@ from benchmarks.simulated_ranks import Simulation
 from fullshard.engine import guarded_steps, optimizer_steps, recovery
 from fullshard.engine.guarded_steps import GuardedSteps, arrive
 from fullshard.engine.recovery import Peers, Recovery, refuse_mixed_states, steps_taken
-from fullshard.guard import Fault, PeerFailed, RanksDisagree, Scope, had_losses
+from fullshard.peers import Fault, PeerFailed, RanksDisagree, Scope, had_losses
 
 
 @pytest.fixture

@@ -12,8 +12,8 @@ from torch import nn
 from fullshard.engine import step_facts
 from fullshard.engine.recovery import steps_taken
 from fullshard.engine.step_facts import StepFacts, _Mesh, _Sent
-from fullshard.guard import RanksDisagree
-from fullshard.guard.facts import Deed, Fact, Ledger, Sealed
+from fullshard.peers import RanksDisagree
+from fullshard.peers.facts import Deed, Fact, Ledger, Sealed
 
 RANKS = (0, 1)
 

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fullshard.guard import Item, dumps_items, first_difference, loads_items, shown_ranks, variants
-from fullshard.guard.facts import PARAMETER, SETTINGS, UNIT
+from fullshard.peers import Item, dumps_items, first_difference, loads_items, shown_ranks, variants
+from fullshard.peers.facts import PARAMETER, SETTINGS, UNIT
 
 
 def unit(name: str, **facts: str) -> Item:

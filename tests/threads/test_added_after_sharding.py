@@ -16,7 +16,7 @@ from torch import nn
 
 import fullshard
 from fullshard import fully_shard
-from fullshard.guard import RanksDisagree, Scope
+from fullshard.peers import RanksDisagree, Scope
 from tests.harness.models import seeded
 from tests.harness.parity import environment
 from tests.harness.threads import run_ranks

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
 from fullshard import MixedPrecisionPolicy, fully_shard
-from fullshard.guard import RanksDisagree
+from fullshard.peers import RanksDisagree
 from tests.harness.behaviours import behaviour
 from tests.harness.models import seeded
 from tests.harness.threads import run_ranks

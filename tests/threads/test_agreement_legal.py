@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import fullshard
 from fullshard import fully_shard
-from fullshard.guard import RanksDisagree, watch
+from fullshard.peers import RanksDisagree, watch
 from tests.harness.models import seeded
 from tests.harness.threads import run_ranks
 from tests.threads.programs import Block, Model, Tied, batch, part, shard
@@ -311,7 +311,7 @@ def test_an_early_unshard_compares_its_unit() -> None:
 
 def test_nothing_is_asked_in_later_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """But at the forwards at which buffers are looked at."""
-    from fullshard.guard import Scope
+    from fullshard.peers import Scope
 
     asked: list[str] = []
     agree = Scope.agree

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import fullshard
 from fullshard import fully_shard
-from fullshard.guard import RanksDisagree
+from fullshard.peers import RanksDisagree
 from tests.harness.models import seeded
 from tests.harness.parity import environment, on_nodes
 from tests.harness.threads import run_ranks

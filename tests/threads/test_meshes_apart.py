@@ -1,5 +1,5 @@
 """Ranks that wait for others whose meshes are of other ranks: told apart from those that are slow, and from ranks that
-rightly differ (guard/diagnosis.py)."""
+rightly differ (peers/diagnosis.py)."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fullshard import PeerFailed, RanksDisagree, fully_shard
 from fullshard.engine import unit_of
-from fullshard.guard import Watch, watch
-from fullshard.guard.diagnosis import Leader
+from fullshard.peers import Watch, watch
+from fullshard.peers.diagnosis import Leader
 from tests.harness.fake import fake_world
 from tests.harness.models import seeded
 from tests.harness.threads import run_ranks

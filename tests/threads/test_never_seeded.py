@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 import fullshard
-from fullshard.guard import RanksDisagree
+from fullshard.peers import RanksDisagree
 from tests.harness.models import Trained, adamw, assert_same_training, collect, seeded
 from tests.harness.threads import run_ranks
 

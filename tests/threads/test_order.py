@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from fullshard import full_params, fully_shard
 from fullshard.engine import order, unit_of
-from fullshard.guard import Order, RanksDisagree, Scope, scope_of
+from fullshard.peers import Order, RanksDisagree, Scope, scope_of
 from tests.harness.behaviours import behaviour
 from tests.harness.models import seeded
 from tests.harness.threads import WORLD, run_ranks

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from fullshard import PeerFailed, fully_shard
 from fullshard.engine import unit_of
-from fullshard.guard import Fault, scope_of
+from fullshard.peers import Fault, scope_of
 from fullshard.schedule import Command
 from tests.harness.models import seeded
 from tests.harness.threads import WORLD, run_ranks

@@ -1,4 +1,4 @@
-"""What ranks tell each other besides tensors: agreement, failures, meetings (guard/scope.py)."""
+"""What ranks tell each other besides tensors: agreement, failures, meetings (peers/scope.py)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fullshard import fully_shard, guard
-from fullshard.guard import PeerFailed, RanksDisagree, Scope, Settings, Wait, Watch, scope_of, wait_until, watch
+from fullshard.peers import PeerFailed, RanksDisagree, Scope, Settings, Wait, Watch, scope_of, wait_until, watch
 from tests.harness.fake import fake_world
 from tests.harness.models import seeded
 from tests.harness.threads import run_ranks, several

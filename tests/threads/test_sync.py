@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 import fullshard
 from fullshard import find_drift, fully_shard, sync_module_states
 from fullshard.comm import broadcast_over
-from fullshard.guard import RanksDisagree
+from fullshard.peers import RanksDisagree
 from tests.harness.behaviours import behaviour
 from tests.harness.models import seeded
 from tests.harness.threads import run_ranks

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from fullshard.guard import is_current, watch
+from fullshard.peers import is_current, watch
 from tests.harness.threads import run_ranks
 
 # The package has a function of the module's name.
-WATCH: Any = sys.modules["fullshard.guard.watch"]
+WATCH: Any = sys.modules["fullshard.peers.watch"]
 
 
 class Another:

@@ -28,7 +28,7 @@ _RECOMPUTED = "saved-tensor hooks make new tensors of arguments, of which recomp
 _TRANSFORM = "gathers inside torch.func transforms must not be transformed: they write tensors unknown to transforms"
 _SPEC = "from_local takes nine times as long, and shards must stay views of one flat buffer, on the host too"
 _OWN_GROUP = "groups that can be replaced after a peer failed; names of new_group may recur (comm/data_group.py)"
-_HUNG = "name the user's collective in which a rank hangs: read while it waits, so nothing is wrapped (guard/watch.py)"
+_HUNG = "name the user's collective in which a rank hangs: read while it waits, so nothing is wrapped (peers/watch.py)"
 _ALLOCATE = "only the backend can allocate registered message memory"
 _MESH = "parameters with several parallel dims: concatenate and flatten axes, find a common root mesh"
 _HOOKS = "the engine runs the hooks of sharded parameters"
@@ -100,7 +100,7 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
     PrivateName("torch._C._distributed_c10d.Backend.allocate_tensor", _ALLOCATE),
     PrivateName(
         "torch.distributed.distributed_c10d._get_default_store",
-        "communication between all ranks without a collective (guard/watch.py)",
+        "communication between all ranks without a collective (peers/watch.py)",
     ),
     PrivateName("torch.distributed.ProcessGroup._register_backend", _OWN_GROUP),
     PrivateName("torch.distributed.ProcessGroup._set_default_backend", _OWN_GROUP),

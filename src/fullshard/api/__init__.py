@@ -1,7 +1,7 @@
 """The public API: a thin layer, and the only one that validates the caller's arguments."""
 
-from ..guard import PeerFailed as PeerFailed
-from ..guard import RanksDisagree as RanksDisagree
+from ..peers import PeerFailed as PeerFailed
+from ..peers import RanksDisagree as RanksDisagree
 from .classes import original_class as original_class
 from .classes import original_classes as original_classes
 from .clip import GradScaler as GradScaler

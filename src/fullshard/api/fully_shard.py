@@ -22,8 +22,8 @@ from ..engine.mixed_operations import note_uncaught
 from ..engine.order import own_parameters
 from ..engine.state_dict import hook_state_dict, note_replaced
 from ..engine.step_facts import ignored_names
-from ..guard import watch
 from ..param import FullMesh, Placing, managed_modules, managed_parameters, move_unsharded
+from ..peers import watch
 from ..policy import MixedPrecisionPolicy, Offload, OffloadPolicy, Options, resolve_offload
 from ..policy.arguments import expect_each, expect_module, expect_text
 from . import ownership, validate

@@ -32,8 +32,8 @@ from ..engine.uninitialized import (
     shown,
     takes_no_argument,
 )
-from ..guard import Item, RanksDisagree, ask, dumps_items, first_difference, loads_items, scope_of, tell
 from ..param import ParamGroup, ShardedParam, can_digest, fingerprints, local_data, note_loaded, poison
+from ..peers import Item, RanksDisagree, ask, dumps_items, first_difference, loads_items, scope_of, tell
 from ..policy.arguments import expect, expect_callable, expect_flag, expect_module, expect_whole
 from . import validate
 

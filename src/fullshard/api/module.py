@@ -18,7 +18,7 @@ from ..engine.root import early_root_of, formed, module_units
 from ..engine.stages import note_stage
 from ..engine.state_dict import noting_emptied, standing_parameter
 from ..engine.uninitialized import Conversion, note_uninitialized
-from ..engine.unit import WATCHED_FORWARDS, Shared
+from ..engine.unit import HOOKED_FORWARDS, Shared
 from ..param import ShardedParam, Slot
 from ..policy.arguments import expect_flag
 from . import finalization, settings, validate
@@ -282,7 +282,7 @@ class FSDPModule(TorchFSDPModule):
         expect_flag("unshard_in_backward", unshard_in_backward)
         unit = self._unit()
         unit.record.plan.gathers_in_backward = bool(unshard_in_backward)
-        unit.watching.left = max(unit.watching.left, WATCHED_FORWARDS)
+        unit.reads.left = max(unit.reads.left, HOOKED_FORWARDS)
 
     def set_post_optim_event(self, event: torch.Event) -> None:
         """Let the root's next forward and its all-gathers wait for `event`, which an optimizer's stream recorded.

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, TypeGuard
 
 from ..comm import Messenger
-from ..guard import RanksDisagree, shown_ranks, variants
+from ..peers import RanksDisagree, shown_ranks, variants
 from .errors import (
     CheckpointBusy,
     CheckpointDamaged,

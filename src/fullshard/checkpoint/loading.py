@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from .._torch import dtensor_like, local_of
 from ..api import mark_restored
 from ..comm import Messenger
-from ..guard import shown_ranks
+from ..peers import shown_ranks
 from . import files
 from .agreement import Message, agree
 from .companions import ROOM

@@ -21,8 +21,8 @@ from torch.distributed.tensor import DTensor
 
 from .._version import __version__
 from ..comm import Messenger
-from ..guard import had_losses, loss_over, shown_ranks
 from ..layout import itemsize
+from ..peers import had_losses, loss_over, shown_ranks
 from . import files
 from .adapters import described
 from .agreement import Message, agree

@@ -43,7 +43,7 @@ from .._torch import (
     nccl_watchdog,
     same_group,
 )
-from ..guard import Fault, Scope, Wait, wait_until
+from ..peers import Fault, Scope, Wait, wait_until
 
 # ---- pairs -----------------------------------------------------------------------------------------------------------
 # Point-to-point messages from the source memory directly into the destination memory.

@@ -32,8 +32,8 @@ from torch.distributed.distributed_c10d import (
 )
 
 from .._torch import new_group
-from ..guard import Scope, ask, scope_of
 from ..layout import groups_messages, sends_in_pairs
+from ..peers import Scope, ask, scope_of
 from .data_group import DataGroup, can_cut, data_group, exchange_each, gather_each, open_data_group
 from .data_group import Work as Work
 

@@ -20,7 +20,7 @@ from torch.distributed.distributed_c10d import BroadcastOptions, GatherOptions
 from torch.distributed.tensor import DTensor, Shard
 
 from .._torch import backend_of, dtensor_like, local_of
-from ..guard import Scope, scope_of
+from ..peers import Scope, scope_of
 from .data_group import DataGroup, can_cut, open_data_group
 from .group import all_reduce_over, broadcast_from, gather_over, message_device, small_group
 

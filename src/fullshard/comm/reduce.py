@@ -28,8 +28,8 @@ import torch
 from torch import Tensor
 
 from .._torch import copied_into_one
-from ..guard import node, same_on_all, scope_of
 from ..layout import FlatLayout, ReduceLayout, ShardLayout, direct_gradients, exchanges_gradients
+from ..peers import node, same_on_all, scope_of
 from ..policy import Controls, Scale, resolve_scale
 from .comparison import Comparison
 from .data_group import GRADIENTS_TAG, drain

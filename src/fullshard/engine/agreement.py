@@ -6,7 +6,7 @@
     buffers      in the first forward: floating-point differences raise, integer differences (indices, masks, which may
                  be rank-specific) warn; again in the 2nd, 16th, 128th, ... training forward, until the first warning
 
-Each comparison sends one digest per mesh (guard/scope.py: three requests to the store). Ranks exchange details only if
+Each comparison sends one digest per mesh (peers/scope.py: three requests to the store). Ranks exchange details only if
 the digests differ. All ranks of a mesh get the same answer, so either all of them raise or none.
 """
 
@@ -24,7 +24,18 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..comm import sum_over
-from ..guard import (
+from ..param import (
+    ExtensionGroup,
+    ParamGroup,
+    ShardedParam,
+    are_written,
+    can_digest,
+    digest,
+    full_digests,
+    local_data,
+    written_before,
+)
+from ..peers import (
     Item,
     RanksDisagree,
     Scope,
@@ -37,18 +48,7 @@ from ..guard import (
     tell,
     variants,
 )
-from ..guard.facts import PARAMETER, SETTINGS, UNIT
-from ..param import (
-    ExtensionGroup,
-    ParamGroup,
-    ShardedParam,
-    are_written,
-    can_digest,
-    digest,
-    full_digests,
-    local_data,
-    written_before,
-)
+from ..peers.facts import PARAMETER, SETTINGS, UNIT
 from ..schedule import UnitRecord
 from .equal_rows import warn_of_equal_rows
 from .names import clean_name, parameter_names
@@ -56,7 +56,7 @@ from .recovery import Peers
 from .unit import AnyRoot, Unit, unit_of
 
 # ---- describe --------------------------------------------------------------------------------------------------------
-# Describes a root as one list per mesh, which its ranks compare before the first message (guard/facts.py).
+# Describes a root as one list per mesh, which its ranks compare before the first message (peers/facts.py).
 #
 # Parameters on their own mesh (experts, pipeline stages) are compared among the ranks of that mesh only: other ranks
 # legitimately hold other parameters under other names.

@@ -120,7 +120,7 @@ class _End:
         self._of.ended()
 
 
-# ---- watch -----------------------------------------------------------------------------------------------------------
+# ---- reads -----------------------------------------------------------------------------------------------------------
 # Detects unusual access to full parameters: reads in backward before any output gradient, and writes in forward.
 
 # Unshards weights that backward reads before a gradient reaches any output of the unit.
@@ -128,7 +128,7 @@ class _End:
 # Usually backward first brings a gradient to an output of the unit, and a hook there unshards it in time. Some valid
 # programs do not: a loss on an intermediate, an output hidden in an object, an output edited in place. But every
 # program *unpacks* the saved weight. So in the first forwards of a unit, saved-tensor hooks replace weights by tokens,
-# and unpacking a token unshards the unit. A unit that ever needed this stays watched. Others are not, because the hooks
+# and unpacking a token unshards the unit. A unit that ever needed this keeps its hooks; others do not, because they
 # cost about ten microseconds per saved tensor, as much as everything else together (ADR 0006).
 #
 # Other saved-tensor hooks (checkpointing, activation offload) are never hidden: while they are active, nothing is
@@ -179,17 +179,17 @@ class SavedTensorHooks:
 
     def begin(self, unit: Unit) -> bool:
         """A forward of `unit` with gradients begins. Returns whether `end` must be called after it."""
-        unit.watching.is_on = False
-        if unit.watching.left <= 0 or not unit.releases or not saved_tensor_hooks_allowed():
+        unit.reads.is_on = False
+        if unit.reads.left <= 0 or not unit.releases or not saved_tensor_hooks_allowed():
             return False
-        if not (unit.watching.is_irregular or self._always):
-            unit.watching.left -= 1
+        if not (unit.reads.is_irregular or self._always):
+            unit.reads.left -= 1
         top = top_saved_tensor_hooks()
         if top is not None:
             # The hooks of an enclosing unit know the weights of all units; other hooks must not be hidden.
-            unit.watching.is_on = top[0] is self._hooks[0]
+            unit.reads.is_on = top[0] is self._hooks[0]
             return False
-        unit.watching.is_on = True
+        unit.reads.is_on = True
         push_saved_tensor_hooks(*self._hooks)
         self._active += 1
         return True

@@ -18,8 +18,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from ..comm import whole_of
-from ..guard import shown_ranks, variants
 from ..param import ShardedParam, can_digest, digest
+from ..peers import shown_ranks, variants
 
 # Eight bytes of each parameter and rank travel, at most this many on a rank: at 10,000 ranks those of 13 parameters.
 _MOST_NBYTES = 1 << 20

@@ -16,8 +16,8 @@ from torch.profiler import record_function
 
 from .._torch import post_accumulate_grad_hooks, profiling, with_tensor_hooks
 from ..comm import GatherChannel, HostCopy
-from ..guard import Scope
 from ..param import ParamGroup, ShardedParam
+from ..peers import Scope
 from ..schedule import Command, CommandChecker
 from .optimizer_steps import note_window
 from .order import MessageOrder

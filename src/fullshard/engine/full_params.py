@@ -15,8 +15,8 @@ from torch.optim import Optimizer
 
 from .._torch import current_backward, dtensor_like, local_of
 from ..comm import whole_of
-from ..guard import Action, Scope, scope_of
 from ..param import ShardedParam, full_of, local_part
+from ..peers import Action, Scope, scope_of
 from ..schedule import Phase
 from .names import clean_name
 from .optimizer_steps import note_lent, refuses_steps
@@ -238,7 +238,7 @@ def _refuse_meta(unit: Unit) -> None:
 # raises on all ranks.
 #
 # `full_tensor()` and `redistribute()` of a parameter are DTensor's, over the user's process group (ADR 0016): a rank
-# that is alone in one is named to those that wait for it (guard/diagnosis.py).
+# that is alone in one is named to those that wait for it (peers/diagnosis.py).
 
 
 def before_opening(model: nn.Module, units: Iterable[Unit]) -> None:

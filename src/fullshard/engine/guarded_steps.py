@@ -22,7 +22,7 @@ from torch.utils.hooks import RemovableHandle
 
 from .._torch import local_of, version_of
 from .._torch.modules import outside_graphs
-from ..guard import PeerFailed, Scope
+from ..peers import PeerFailed, Scope
 from .recovery import Peers, steps_taken
 from .root import Root
 

@@ -108,7 +108,7 @@ class UnitHooks:
                     f"{self._unit.record.name} again in backward; open it outside of disable_saved_tensors_hooks"
                 )
             # Reads of saved weights are all that backward shows of this use, for ever.
-            self._unit.watching.is_irregular = True
+            self._unit.reads.is_irregular = True
         self._before(module, (), {}, method=True)
         try:
             yield
@@ -164,7 +164,7 @@ class UnitHooks:
             # Inputs of a nested forward come from inside the unit or from the outer forward: their gradients do not
             # mark the end of the unit's backward.
             inputs = () if nested else self._hook_inputs(root, args, kwargs)
-            watched = root.watch.begin(unit)
+            watched = root.reads.begin(unit)
         before = None
         if own_use and not nested:
             before = state_before(unit, sums=self._first or root.options.check)
@@ -179,7 +179,7 @@ class UnitHooks:
             return None  # the pre-hook raised, or nothing began
         running = self._running.pop()
         if running.watched:
-            root.watch.end()
+            root.reads.end()
         if sys.exception() is not running.handling:
             if running.arguments is not None:
                 with suppress(RuntimeError):  # the forward's own exception says more

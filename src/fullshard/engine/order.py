@@ -1,6 +1,6 @@
 """Compares each message of a root with the order that its ranks agreed on, before it is sent.
 
-`guard/order.py` decides which message is expected; this module describes the messages of units and asks the other
+`peers/order.py` decides which message is expected; this module describes the messages of units and asks the other
 ranks. Each mesh has its own order: the ranks of a pipeline stage or an expert agree among themselves. Roots on one mesh
 share its order, because their messages wait for one another.
 
@@ -20,8 +20,8 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from ..comm import Links, alike, exchanges
-from ..guard import Action, Order, RanksDisagree, Scope, deviation, disagreement, is_current, parse_question, scope_of
 from ..param import Owner, PendingGrad, claim
+from ..peers import Action, Order, RanksDisagree, Scope, deviation, disagreement, is_current, parse_question, scope_of
 from ..policy import Options
 from .names import parameter_names
 from .optimizer_steps import optimizer_steps, tell_each_step
@@ -308,7 +308,7 @@ class MessageOrder:
         }
 
     def compare_later(self, facts: StepFacts) -> None:
-        """On a device: compare messages without a known order together with the facts of a step (guard/facts.py)."""
+        """On a device: compare messages without a known order together with the facts of a step (peers/facts.py)."""
         for lane in self._lanes:
             lane.later = facts.sent
 

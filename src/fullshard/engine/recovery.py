@@ -28,8 +28,8 @@ from torch.optim import Optimizer
 
 from .._torch import non_persistent_buffers
 from ..comm import Nodes, alike
-from ..guard import LOST, PeerFailed, RanksDisagree, Scope, had_losses, lost_in, scope_of, shown_ranks, variants
 from ..param import Owner
+from ..peers import LOST, PeerFailed, RanksDisagree, Scope, had_losses, lost_in, scope_of, shown_ranks, variants
 from .names import clean_name, first_few
 from .optimizer_steps import asks_on_devices, optimizer_steps
 from .padding_rows import note_row_loaded
@@ -180,7 +180,7 @@ def peers_below(*models: nn.Module) -> Peers:
 # interrupted halfway, which cannot be undone. If they differ, every forward of the model raises on all ranks until a
 # consistent state is loaded, or the user declares the state consistent.
 #
-# The same after a loss on a device, which the scope reports beside this word (guard/failures.py). Then a load must have
+# The same after a loss on a device, which the scope reports beside this word (peers/failures.py). Then a load must have
 # written everything (`Recovery`, below).
 
 _HALF = "+"
@@ -264,7 +264,7 @@ def _forget(meshes: Iterable[tuple[int, ...]], source: str) -> None:
 
 
 # ---- the model -------------------------------------------------------------------------------------------------------
-# What has to be loaded after a model on a device was lost (guard/failures.py), and whether it was.
+# What has to be loaded after a model on a device was lost (peers/failures.py), and whether it was.
 
 _by_scope: weakref.WeakKeyDictionary[Scope, weakref.WeakSet[Recovery]] = weakref.WeakKeyDictionary()
 

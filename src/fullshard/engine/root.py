@@ -24,8 +24,8 @@ from .._torch import (
     without_transforms,
 )
 from ..comm import settle_uploads, uploading
-from ..guard import Scope, mode
 from ..param import ShardedParam
+from ..peers import Scope, mode
 from ..policy import Controls, Options
 from ..schedule import Command, Event, Full, RunRecord, UnitRecord, Use, rules
 from .agreement import Agreement
@@ -41,7 +41,7 @@ from .step_facts import StepFacts
 from .stepping import refuse_half_a_step
 from .stream import ModelStream
 from .uninitialized import agree_what_is_unproven, has_meta_buffers, prove_initialized
-from .unit import WATCHED_FORWARDS, Shared, Unit, Unproven, unit_of
+from .unit import HOOKED_FORWARDS, Shared, Unit, Unproven, unit_of
 
 # ---- root ------------------------------------------------------------------------------------------------------------
 
@@ -74,7 +74,7 @@ class Root:
         ending.manual = self.units[0].settings.manual_finalization
         self.executor.may_stay_pending = lambda: not ending.ends_step
         self.executor.stepping.is_final = lambda: (ending.is_last or ending.is_manual) and self._backward.spends
-        self.watch = SavedTensorHooks(self._weight_needed, always=options.watch == "always")
+        self.reads = SavedTensorHooks(self._weight_needed, always=options.watch == "always")
         # Called with every event and every command, as they happen (observe/trace.py).
         self.event_listeners: list[Callable[[Event], None]] = []
         self._backward = RunningBackward(follow_steps(), self.backward_end, self._backward_failed)
@@ -101,7 +101,7 @@ class Root:
         for unit in self.units:
             unit.gradients.on_arrival = partial(self._gradient_arrived, unit)
             unit.attach(self, self.shared.pool, options.communication)
-            self.watch.learn(unit)
+            self.reads.learn(unit)
         self.unproven = Unproven(any(unit.unproven for unit in self.units) or has_meta_buffers(first.module))
         own_by_root(self, compares_order=self.order is not None)
         # On a device: what a load has to write after an abort there.
@@ -122,7 +122,7 @@ class Root:
 
     def repaired(self, unit: Unit) -> None:
         """Register the full parameters of `unit`, which may be new objects."""
-        self.watch.learn(unit)
+        self.reads.learn(unit)
 
     @property
     def scopes(self) -> list[Scope]:
@@ -183,7 +183,7 @@ class Root:
             if self.order is not None:
                 self.order.forward_begins(grad=torch.is_grad_enabled())
         if self.run.order and record.index == 0 and not in_backward and not nested:
-            self._watch_again()
+            self._expect_reads_again()
         repeated = in_backward and record.in_backward
         stale = record.full is not Full.SHARDED and not nested and unit.is_stale()
         commands = rules.pre_forward(run, record, in_backward=in_backward, nested=nested, stale=stale)
@@ -247,7 +247,7 @@ class Root:
         record = unit.record
         if record.full is Full.PENDING and not record.in_backward and unit.may_read_early:
             # The all-gather into this memory is in flight: the weights may have been read too early.
-            unit.watching.is_irregular = True
+            unit.reads.is_irregular = True
             raise RuntimeError(
                 f"{record.name}: expected the gradient of an output of this module before that of its parameter "
                 f"{param.name}, found the parameter's alone while its weights were being gathered; run the step again: "
@@ -279,10 +279,10 @@ class Root:
         if unit.record.full is Full.FULL and unit.record.in_backward:
             if self.stream is not None and self.stream.lead():
                 # It was gathered on the model's stream, and only a watched read has this one wait for that.
-                unit.watching.is_irregular = True
+                unit.reads.is_irregular = True
             return
         if unit.record.full is not Full.FULL:
-            unit.watching.is_irregular = True
+            unit.reads.is_irregular = True
         self.pre_backward(unit, needed=True)
 
     def _notice_backward(self) -> None:
@@ -382,7 +382,7 @@ class Root:
     def reset(self) -> None:
         """Discard the leftovers of an unfinished step."""
         failed_in_backward = self.run.in_backward
-        self.watch.reset()
+        self.reads.reset()
         self._backward.forget()
         self._release_shared()
         self._do("reset", self.run.units[0], rules.reset(self.run, self.run.units[0]))
@@ -390,15 +390,15 @@ class Root:
         if failed_in_backward and self.options.watch == "auto":
             # The backward may have failed on weights read without a report: watch for that.
             for unit in self.units:
-                unit.watching.left = max(unit.watching.left, WATCHED_FORWARDS)
+                unit.reads.left = max(unit.reads.left, HOOKED_FORWARDS)
 
-    def _watch_again(self) -> None:
+    def _expect_reads_again(self) -> None:
         """Watch saved weights in a forward that follows a forward: a backward in between may have failed before its
         first report, on a weight read without a report. Bounded, for programs that run two forwards per step."""
-        if self.options.watch == "auto" and self.watch.again_left:
-            self.watch.again_left -= 1
+        if self.options.watch == "auto" and self.reads.again_left:
+            self.reads.again_left -= 1
             for unit in self.units:
-                unit.watching.left = max(unit.watching.left, 1)
+                unit.reads.left = max(unit.reads.left, 1)
 
     # ---- the user's calls ----------------------------------------------------------------------------------
 

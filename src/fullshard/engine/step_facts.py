@@ -1,4 +1,4 @@
-"""Records operations on the shards of one root and compares them across ranks (guard/facts.py).
+"""Records operations on the shards of one root and compares them across ranks (peers/facts.py).
 
     optimizer_stepped, clipped, scaled, hooked, loaded     user operations, recorded as deeds
     carry      the first reduction of a backward, on each mesh: the digest of all recorded facts travels with that
@@ -28,8 +28,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..comm import Comparison, Digits, ReduceChannel
-from ..guard import Action, RanksDisagree, Scope, is_current, scope_of, shown_ranks
-from ..guard.facts import ADVICE, Deed, Fact, Ledger, Sealed, differences, digest_of, first_unlike
+from ..peers import Action, RanksDisagree, Scope, is_current, scope_of, shown_ranks
+from ..peers.facts import ADVICE, Deed, Fact, Ledger, Sealed, differences, digest_of, first_unlike
 from .agreement import digests_of, replicas_of, unsharded_on
 from .names import clean_name, first_few, parameter_names
 from .names_elsewhere import names_elsewhere

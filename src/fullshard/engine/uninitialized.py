@@ -17,8 +17,8 @@ from torch.overrides import TorchFunctionMode
 
 from .._torch import non_persistent_buffers
 from ..comm import sum_over
-from ..guard import Scope
 from ..param import ShardedParam, are_poisoned, is_poisoned, local_data, poison
+from ..peers import Scope
 from .names import clean_name, parameter_names
 from .padding_rows import note_rows_emptied, refuse_padding_rows
 from .unit import Unit

@@ -5,7 +5,7 @@ record       its lifecycle state                              the rules (schedul
 channels     its collectives                                  channels.py
 gradients    arrived and missing gradients                    gradients.py
 staleness    versions of the gathered shards                  below
-watching     whether saved weights are watched                backward.py
+reads        whether saved weights are watched                backward.py
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from torch.distributed.tensor import DTensor
 
 from .._torch import local_of
 from ..comm import BufferPool, HostLink, Links, Reduction
-from ..guard import Scope
 from ..layout import UnitMemory
 from ..param import (
     DtypeChanged,
@@ -35,6 +34,7 @@ from ..param import (
     note_initial,
     set_apart,
 )
+from ..peers import Scope
 from ..policy import Controls, Offload, Options
 from ..policy.policies import MixedPrecisionLike
 from ..schedule import Full, RunRecord, UnitRecord
@@ -102,7 +102,7 @@ class Shared:
 
 _ATTRIBUTE = "_fullshard_unit"
 # Forwards with gradients during which saved weights are watched (engine/backward.py).
-WATCHED_FORWARDS = 2
+HOOKED_FORWARDS = 2
 
 
 def unit_of(module: nn.Module) -> Unit | None:
@@ -145,11 +145,11 @@ class UnitSettings:
 
 
 @dataclass
-class Watching:
-    """Watching of a unit's saved weights. `left`: more forwards to watch; `is_irregular`: watch all, because backward
+class Reads:
+    """Reads of a unit's saved weights. `left`: more forwards to watch; `is_irregular`: watch all, because backward
     read weights without a report; `is_on`: the last forward with gradients was watched."""
 
-    left: int = WATCHED_FORWARDS
+    left: int = HOOKED_FORWARDS
     is_irregular: bool = False
     is_on: bool = False
 
@@ -228,7 +228,7 @@ class Unit:
         self.channels = UnitChannels(self.groups, device, self.host_link)
         self.gradients = UnitGradients(self.groups, self.record)
         self.staleness = Staleness(self.groups, self.record)
-        self.watching = Watching()
+        self.reads = Reads()
         # Some parameters may be uninitialised (engine/uninitialized.py); checked in the next forward.
         self.unproven = any(group.has_uninitialized for group in self.groups)
         follow_steps()
@@ -272,7 +272,7 @@ class Unit:
     @property
     def may_read_early(self) -> bool:
         """Whether an unreported backward could read weights while the all-gather writes them in place."""
-        return not self.watching.is_on and any(g.placing.world > 1 and g.plan.direct for g in self.groups)
+        return not self.reads.is_on and any(g.placing.world > 1 and g.plan.direct for g in self.groups)
 
     @property
     def params(self) -> list[ShardedParam]:

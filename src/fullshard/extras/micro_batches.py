@@ -19,10 +19,10 @@ from ..comm import largest_over, sum_over
 from ..engine import Unit, root_of, unit_of
 from ..engine.recovery import peers_below
 from ..engine.root import formed, module_units
-from ..guard import PeerFailed, shown_ranks
 from ..observe import report
 from ..observe.report import human
 from ..param import KeptGradients, KeptTensor
+from ..peers import PeerFailed, shown_ranks
 from ..policy.arguments import expect, expect_callable, expect_module, expect_state
 from .joined import all_ranks_of
 

@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks.guard_scale import failure, question, steps, wait_for_one
 from benchmarks.simulated_ranks import Simulation
-from fullshard.guard import PeerFailed, RanksDisagree, Wait, ask, tell
+from fullshard.peers import PeerFailed, RanksDisagree, Wait, ask, tell
 
 WORLDS = (8, 64, 1000)
 

@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fullshard.guard import diagnosis
-from fullshard.guard.diagnosis import Reader, Record
-from fullshard.guard.process import Host
-from fullshard.guard.store import runs
+from fullshard.peers import diagnosis
+from fullshard.peers.diagnosis import Reader, Record
+from fullshard.peers.process import Host
+from fullshard.peers.store import runs
 
 
 def record(

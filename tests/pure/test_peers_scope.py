@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from benchmarks.simulated_ranks import SimulatedHost, Simulation, Store
-from fullshard.guard import (
+from fullshard.peers import (
     Fault,
     PeerFailed,
     RanksDisagree,
@@ -25,14 +25,14 @@ from fullshard.guard import (
     loss_over,
     wait_until,
 )
-from fullshard.guard.failures import TEXT_CHARACTERS, Loss
-from fullshard.guard.scope import Groups, _name
-from fullshard.guard.store import Mail
-from fullshard.guard.wait import Waits
+from fullshard.peers.failures import TEXT_CHARACTERS, Loss
+from fullshard.peers.scope import Groups, _name
+from fullshard.peers.store import Mail
+from fullshard.peers.wait import Waits
 
 GATHER = "the all-gather of layers.3"
 # The package has a function of the module's name.
-WATCH: Any = sys.modules["fullshard.guard.watch"]
+WATCH: Any = sys.modules["fullshard.peers.watch"]
 
 
 @pytest.fixture
