@@ -10,6 +10,9 @@ from typing import TYPE_CHECKING
 from ._version import __version__ as __version__
 
 if TYPE_CHECKING:
+    from . import checkpoint as checkpoint
+    from . import extras as extras
+    from . import observe as observe
     from ._public import *
 
 __all__ = [
@@ -70,23 +73,25 @@ _FORMER = {
 }
 
 
-def __getattr__(name: str) -> object:
-    if name in _PACKAGES:
-        return import_module(f".{name}", __name__)
-    if name in _FORMER:
-        place = f"{__name__}.{_FORMER[name]}"
-        former: object = getattr(import_module(place), name)
-        globals()[name] = former  # one warning
-        if name != "inspect_units":  # which warns itself, when it is called
-            message = f"fullshard.{name} is {place}.{name} from 0.3 on; the former place goes in 0.4"
-            warnings.warn(message, DeprecationWarning, stacklevel=2)
-        return former
-    if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    found: object = getattr(import_module("._public", __name__), name)
-    globals()[name] = found
-    return found
+if not TYPE_CHECKING:  # a type checker would believe that every name is here
+
+    def __getattr__(name: str) -> object:
+        if name in _PACKAGES:
+            return import_module(f".{name}", __name__)
+        if name in _FORMER:
+            place = f"{__name__}.{_FORMER[name]}"
+            former: object = getattr(import_module(place), name)
+            globals()[name] = former  # one warning
+            if name != "inspect_units":  # which warns itself, when it is called
+                message = f"fullshard.{name} is {place}.{name} from 0.3 on; the former place goes in 0.4"
+                warnings.warn(message, DeprecationWarning, stacklevel=2)
+            return former
+        if name not in __all__:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        found: object = getattr(import_module("._public", __name__), name)
+        globals()[name] = found
+        return found
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({"__version__", *__all__, *_PACKAGES})

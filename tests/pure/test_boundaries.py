@@ -52,7 +52,7 @@ ROOMS: dict[str, frozenset[str]] = {
     "doctor": frozenset({"", "program", "observe", "comm", "_torch"}),
     "_public": frozenset({"api", "policy", "extras", "observe", "checkpoint", "program", "migrate"}),
     "compat": frozenset({"", "migrate", "checkpoint"}),
-    "__init__": frozenset({"_version", "_public"}),
+    "__init__": frozenset({"_version", "_public", "checkpoint", "extras", "observe"}),
     "cli": frozenset({"", "checkpoint", "doctor", "keys", "migrate", "plan", "program", "see", "train", "verify"}),
     "__main__": frozenset({"cli"}),
 }

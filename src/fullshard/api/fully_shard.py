@@ -7,7 +7,7 @@ import inspect
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, overload
 
 import torch
 import torch.distributed as dist
@@ -28,7 +28,7 @@ from ..policy import MixedPrecisionPolicy, Offload, OffloadPolicy, Options, reso
 from ..policy.arguments import expect_each, expect_module, expect_text
 from . import ownership, validate
 from .classes import sharded_class
-from .module import publish
+from .module import FSDPModule, publish
 from .placement import Share, place
 
 # ---- all or nothing --------------------------------------------------------------------------------------------------
@@ -134,14 +134,37 @@ def _axes(given: str | Iterable[str] | None, field: str, names: tuple[str, ...])
 
 # ---- fully shard -----------------------------------------------------------------------------------------------------
 
-T = TypeVar("T", bound="nn.Module | Sequence[nn.Module]")
 
 # Full parameters of at least this size are all-gathered directly into place if the backend groups messages.
 DIRECT_GATHER_NBYTES = 1 << 20
 
 
+@overload
 def fully_shard(
-    module: T,
+    module: nn.Module,
+    *,
+    mesh: DeviceMesh | None = ...,
+    reshard_after_forward: bool | int | None = ...,
+    shard_placement_fn: Callable[[nn.Parameter], Any] | None = ...,
+    mp_policy: MixedPrecisionPolicy = ...,
+    offload_policy: OffloadPolicy = ...,
+    ignored_params: set[nn.Parameter] | None = ...,
+    dp_mesh_dims: Any = ...,
+) -> FSDPModule: ...
+@overload
+def fully_shard(
+    module: Sequence[nn.Module],
+    *,
+    mesh: DeviceMesh | None = ...,
+    reshard_after_forward: bool | int | None = ...,
+    shard_placement_fn: Callable[[nn.Parameter], Any] | None = ...,
+    mp_policy: MixedPrecisionPolicy = ...,
+    offload_policy: OffloadPolicy = ...,
+    ignored_params: set[nn.Parameter] | None = ...,
+    dp_mesh_dims: Any = ...,
+) -> list[FSDPModule]: ...
+def fully_shard(
+    module: nn.Module | Sequence[nn.Module],
     *,
     mesh: DeviceMesh | None = None,
     reshard_after_forward: bool | int | None = None,
@@ -150,7 +173,7 @@ def fully_shard(
     offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008
     ignored_params: set[nn.Parameter] | None = None,
     dp_mesh_dims: Any = None,
-) -> T:
+) -> Any:
     """Shard the parameters of `module` that belong to no inner unit, in place, over the ranks of `mesh`.
 
     Apply it bottom-up: to each block, then to the whole model. Afterwards every parameter is a DTensor parameter with
@@ -308,18 +331,16 @@ fully_shard.state = published_state  # type: ignore[attr-defined]
 # ---- replicate -------------------------------------------------------------------------------------------------------
 # `replicate`: data parallelism without sharding, on the same engine.
 
-M = TypeVar("M", bound=nn.Module)
-
 
 def replicate(
-    module: M,
+    module: nn.Module,
     *,
     mesh: DeviceMesh | None = None,
     mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008  (frozen, and torch's default)
     offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008
     ignored_params: set[nn.Parameter] | None = None,
     dp_mesh_dims: Any = None,
-) -> M:
+) -> FSDPModule:
     """Replicate the parameters of `module` on every rank of `mesh`, and average their gradients, as DDP does.
 
     Units, hooks, precision, accumulation and setters are those of `fully_shard`, and the module becomes an

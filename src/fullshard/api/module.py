@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import pickle
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Literal, NoReturn, cast
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, cast
 
 import torch
 from torch import nn
@@ -151,7 +151,16 @@ class UnshardHandle(TorchUnshardHandle):
             hooks_of(unit).outside(_wait_unshard, unit)
 
 
-class FSDPModule(TorchFSDPModule):
+if TYPE_CHECKING:
+
+    class _Sharded(TorchFSDPModule, nn.Module):
+        """What a type checker has to know: only modules have this class, beside their own."""
+
+else:
+    _Sharded = TorchFSDPModule
+
+
+class FSDPModule(_Sharded):
     """Base class, beside the module's own class, of a module to which `fully_shard` was applied.
 
     The setters act on this module, or with `recurse=True` also on all sharded modules below it. Unsupported methods
@@ -366,7 +375,7 @@ class FSDPModule(TorchFSDPModule):
         backward, when the root's full parameters are on the module."""
         if type(set_to_none) is not bool:
             expect_flag("set_to_none", set_to_none)
-        super().zero_grad(set_to_none)  # type: ignore[misc]  # the module's class has it
+        super().zero_grad(set_to_none)  # the module's class has it
         for unit in self._units(recurse=True):
             for param in unit.params:
                 gradient = param.sharded.grad
