@@ -71,8 +71,8 @@ class Unit:
 
     def reduce(self, direct: tuple[int, ...]) -> Callable[[], Any]:
         dtypes = Dtypes(torch.float32, torch.float32, torch.float32, torch.float32)
-        links, controls = Links(self.group), Controls()
-        channel = reduce_channel(links, self.pack, direct, dtypes, self.pool, communication="auto", controls=controls)
+        links, controls = Links(self.group).under("auto"), Controls()
+        channel = reduce_channel(links, self.pack, direct, dtypes, self.pool, strategy="auto", controls=controls)
         return lambda: channel.issue(self.gradients, accumulated=False).collect()
 
 

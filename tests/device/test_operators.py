@@ -73,7 +73,8 @@ def _channel(
     if world == 1:
         links = Links(Alone(device, group.backend), everyone=everyone)
     pack = FlatLayout.build([ShardLayout(shape, 0, world if shards else 1) for shape in SHAPES], 8, first=direct)
-    return reduce_channel(links, pack, direct, dtypes, BufferPool(keep=False), communication="auto", controls=controls)
+    pool = BufferPool(keep=False)
+    return reduce_channel(links.under("auto"), pack, direct, dtypes, pool, strategy="auto", controls=controls)
 
 
 def _reduce(

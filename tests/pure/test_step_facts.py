@@ -37,10 +37,7 @@ class Made:
         self.peers = SimpleNamespace(told=[])
         self.peers.disagree_on = lambda scope, error: self.peers.told.append(str(error))
         ending = SimpleNamespace(is_manual=False)
-        options = SimpleNamespace(communication="torch")
-        root: Any = SimpleNamespace(
-            provisional=True, units=[], run=SimpleNamespace(ending=ending), options=options, compares_facts=True
-        )
+        root: Any = SimpleNamespace(provisional=True, units=[], run=SimpleNamespace(ending=ending), compares_facts=True)
         self.facts = StepFacts(root, self.peers)  # type: ignore[arg-type]
         self.scope = Scope()
         self.mesh = _Mesh(RANKS)
@@ -62,6 +59,7 @@ class Made:
 class _Unit:
     def __init__(self, controls: Any) -> None:
         self.device = torch.device("cpu")
+        self.channels = SimpleNamespace(strategy="torch")
         self.record = SimpleNamespace(name="layers.0")
         self.settings = SimpleNamespace(controls=controls)
         self.staleness = SimpleNamespace(versions=[])

@@ -263,8 +263,8 @@ def test_gradients_of_any_strides_and_offset_are_sent_alike() -> None:
 
     with fake_world(3) as group:
         dtypes = Dtypes(*[torch.float32] * 4)
-        links, pool = Links(ShardGroup(group, torch.device("cpu"))), BufferPool(keep=False)
-        channel = reduce_channel(links, pack, (), dtypes, pool, communication="auto", controls=Controls())
+        links, pool = Links(ShardGroup(group, torch.device("cpu"))).under("auto"), BufferPool(keep=False)
+        channel = reduce_channel(links, pack, (), dtypes, pool, strategy="auto", controls=Controls())
         assert isinstance(channel, MessageReduce)
         expected, _ = channel.fill(whole, torch.float32)
         message = expected.tensor.view(3, -1)

@@ -257,6 +257,7 @@ def fully_shard(
             device=device,
             policy=mp_policy,
             reshard_after_forward=reshard,
+            communication=options.communication,
             reduce_default=options.reduce_default,
             note_values=guarded is not None and guarded.settings.mode == "full",
         )

@@ -50,7 +50,6 @@ from .offload import uploading as uploading
 from .pool import BufferPool as BufferPool
 from .reduce import Nodes as Nodes
 from .reduce import direct_of as direct_of
-from .reduce import exchanges as exchanges
 from .reduce import reduce_channel as reduce_channel
 from .reduction import Dtypes as Dtypes
 from .reduction import ReduceChannel as ReduceChannel

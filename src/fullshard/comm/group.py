@@ -32,7 +32,7 @@ from torch.distributed.distributed_c10d import (
 )
 
 from .._torch import new_group
-from ..layout import groups_messages, sends_in_pairs
+from ..layout import exchanges_gradients, groups_messages, sends_in_pairs
 from ..peers import Scope, ask, scope_of
 from .data_group import DataGroup, can_cut, data_group, exchange_each, gather_each, open_data_group
 from .data_group import Work as Work
@@ -236,13 +236,18 @@ class Links(NamedTuple):
     reduce: ShardGroup | None = None
     # All ranks of the mesh, by their rank in the default group.
     everyone: tuple[int, ...] = ()
-    # Whether a shard group of the mesh spans several nodes; determined only if needed.
-    on_several_nodes: bool = False
+    # Whether gradients use an all-to-all and are summed on arrival, not reduced by the backend (`under`).
+    exchanges: bool = False
 
     @property
     def reducing(self) -> ShardGroup:
         """The group that reduces gradients."""
         return self.reduce or self.shard
+
+    def under(self, strategy: str) -> Links:
+        """As `strategy` uses them, if the ranks that share parameters are on one node: `Nodes.locate` knows."""
+        exchanges = strategy == "all-to-all" or (strategy != "torch" and exchanges_gradients(self.shard.backend))
+        return self._replace(exchanges=exchanges)
 
     def open(self, scope: Scope) -> None:
         """Open the data groups of all these groups."""

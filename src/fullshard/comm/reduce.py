@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from .._torch import copied_into_one
-from ..layout import FlatLayout, ReduceLayout, ShardLayout, direct_gradients, exchanges_gradients
+from ..layout import FlatLayout, ReduceLayout, ShardLayout, direct_gradients
 from ..peers import node, same_on_all, scope_of
 from ..policy import Controls, Scale, resolve_scale
 from .comparison import Comparison
@@ -343,14 +343,6 @@ class _Native(FirstStage):
 # routes for its network (ADR 0005).
 
 
-def exchanges(links: Links, strategy: str) -> bool:
-    """Whether gradients use an all-to-all and are summed on arrival, not reduced by the backend. Preliminary until
-    `Nodes.locate` ran."""
-    if strategy == "torch" or links.on_several_nodes:
-        return False
-    return strategy == "all-to-all" or exchanges_gradients(links.reducing.backend)
-
-
 def direct_of(
     links: Links, strategy: str, layouts: Sequence[ShardLayout], gathered: Collection[int], itemsize: int
 ) -> tuple[int, ...]:
@@ -359,7 +351,7 @@ def direct_of(
     group = links.reducing
     if strategy == "torch" or group.world == 1:
         return ()
-    if exchanges(links, strategy):
+    if links.exchanges:
         return direct_gradients(layouts, itemsize, backend=group.backend, on_host=group.device.type == "cpu")
     if not group.one_launch:
         return ()
@@ -375,11 +367,12 @@ class Nodes:
         self._several: dict[tuple[tuple[int, ...], ...], bool] = {}
 
     def locate(self, links: Links, strategy: str) -> Links:
-        """`links` with `on_several_nodes` set if `strategy` needs it. Once per group: two questions to the store.
+        """`links` as `strategy` uses them, wherever their ranks are. Once per group: two questions to the store.
 
         Raises `ValueError` on all ranks for "all-to-all" between nodes.
         """
-        if links.shard.world == 1 or not exchanges(links._replace(on_several_nodes=False), strategy):
+        links = links.under(strategy)
+        if links.shard.world == 1 or not links.exchanges:
             return links
         key = links.everyone, links.shard.ranks
         if key not in self._several:
@@ -389,7 +382,7 @@ class Nodes:
                 'set_communication("all-to-all"): expected the ranks that share parameters on one node, found several; '
                 'use "auto", which exchanges gradients within a node and lets the backend reduce them between nodes'
             )
-        return links._replace(on_several_nodes=self._several[key])
+        return links._replace(exchanges=not self._several[key])
 
 
 def _on_several_nodes(links: Links) -> bool:
@@ -411,18 +404,16 @@ def reduce_channel(
     dtypes: Dtypes,
     pool: BufferPool,
     *,
-    communication: str,
+    strategy: str,
     controls: Controls,
 ) -> ReduceChannel:
     """The strategy for this group: see the table in the module docstring. Measured in benchmarks/ and ADR 0005.
 
-    `direct`: positions of the parameters whose gradients may be sent separately. `communication`: the default if
-    `controls` set none.
+    `direct`: positions of the parameters whose gradients may be sent separately. `links`: under `strategy`.
     """
     group = links.reducing
-    strategy = controls.strategy(communication)
     as_torch = strategy == "torch"
-    native = as_torch or (group.world > 1 and not exchanges(links, strategy))
+    native = as_torch or (group.world > 1 and not links.exchanges)
     replicate = links.replicate
     if replicate is not None and replicate.world == 1 and not as_torch:
         replicate = None

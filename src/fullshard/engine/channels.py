@@ -38,10 +38,10 @@ from ..policy import Controls
 class Channels(NamedTuple):
     """Factory for the channels of a unit that computes on `device`, with buffers from `pool`.
 
-    `communication` is the strategy's name; `host_link` is None unless the shards are on the host."""
+    `strategy`: of the unit; `host_link` is None unless the shards are on the host."""
 
     pool: BufferPool
-    communication: str
+    strategy: str
     controls: Controls
     device: torch.device
     host_link: HostLink | None
@@ -70,7 +70,7 @@ class Channels(NamedTuple):
         if shard.world == 1:
             return CastGather(flat, group.memory)
         plan, pool, custom = group.plan, self.pool, self.controls.gather
-        one_message = custom is not None or self.controls.strategy(self.communication) == "torch"
+        one_message = custom is not None or self.strategy == "torch"
         if custom is not None:
             shard, pool = CustomGroup(shard, custom), CustomBuffers(custom)
         if one_message and (custom is not None or len(plan.direct) + bool(plan.packed) > 1):
@@ -83,8 +83,7 @@ class Channels(NamedTuple):
         layouts, names = [s.layout for s in segments], [s.name for s in segments]
         precision = group.precision
         gathered = {place for place, i in enumerate(group.trainable) if i in group.plan.direct}
-        strategy = self.controls.strategy(self.communication)
-        direct = direct_of(links, strategy, layouts, gathered, precision.wire.itemsize)
+        direct = direct_of(links, self.strategy, layouts, gathered, precision.wire.itemsize)
         pack = FlatLayout.build(layouts, group.pack.align_numel, names=names, first=direct)
         channel = reduce_channel(
             links,
@@ -92,7 +91,7 @@ class Channels(NamedTuple):
             direct,
             Dtypes(precision.wire, precision.reduce, precision.sum, precision.gradient),
             self.pool,
-            communication=self.communication,
+            strategy=self.strategy,
             controls=self.controls,
         )
         return channel if self.host_link is None else OffloadedReduce(channel, self.host_link)
@@ -167,10 +166,14 @@ _REDUCE_CHANNELS = 8
 class UnitChannels:
     """The channels of one unit. `groups`: the unit's own list."""
 
-    def __init__(self, groups: Sequence[ParamGroup], device: torch.device, host_link: HostLink | None) -> None:
+    def __init__(
+        self, groups: Sequence[ParamGroup], device: torch.device, host_link: HostLink | None, strategy: str
+    ) -> None:
         self._groups, self._device, self._host_link = groups, device, host_link
+        # The communication strategy, by the options and the unit's controls: resolved here alone (`Unit.resolve`, and
+        # once its root formed `Root.settle_links`).
+        self.strategy = strategy
         self._pool: BufferPool | None = None
-        self._communication = "auto"
         self._factory: Channels | None = None
         self._links: Sequence[Links] = ()
         self.gathers: list[GatherChannel] = []
@@ -193,14 +196,14 @@ class UnitChannels:
         """Whether the last all-gather was from secondary shards."""
         return self.arriving is self.secondary.gathers
 
-    def use(self, pool: BufferPool, communication: str) -> None:
-        """Take buffers from `pool`; `communication` is the default strategy of the unit."""
-        self._pool, self._communication = pool, communication
+    def use(self, pool: BufferPool) -> None:
+        """Take buffers from `pool`."""
+        self._pool = pool
 
     def make(self, links: Sequence[Links], controls: Controls) -> None:
-        """Make all channels anew. `links`: one per group."""
+        """Make all channels anew. `links`: one per group, under the strategy."""
         assert self._pool is not None
-        factory = Channels(self._pool, self._communication, controls, self._device, self._host_link)
+        factory = Channels(self._pool, self.strategy, controls, self._device, self._host_link)
         with torch.inference_mode(False):
             self.gathers = [factory.gather(group, link) for group, link in zip(self._groups, links, strict=True)]
             self.secondary = SecondaryShards(self._groups, links, self.gathers, factory)

@@ -19,10 +19,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch.distributed.tensor import DTensor
 
-from ..comm import Links, alike, exchanges
+from ..comm import Links, alike
 from ..param import Owner, PendingGrad, claim
 from ..peers import Action, Order, RanksDisagree, Scope, deviation, disagreement, is_current, parse_question, scope_of
-from ..policy import Options
 from .names import parameter_names
 from .optimizer_steps import optimizer_steps, tell_each_step
 from .recovery import steps_taken
@@ -264,17 +263,14 @@ def _sizes(unit: Unit, positions: Sequence[int], kind: str, *, keep: bool = Fals
 
 def _way(unit: Unit, links: Links) -> str:
     """The suffix for how gradients are reduced, unless in one exchange."""
-    assert unit.root is not None
-    strategy = unit.settings.controls.strategy(unit.root.options.communication)
-    if strategy == "torch":
+    if unit.channels.strategy == "torch":
         return "/torch"
-    return "" if links.shard.world == 1 or exchanges(links, strategy) else "/native"
+    return "" if links.shard.world == 1 or links.exchanges else "/native"
 
 
 def _is_native(unit: Unit) -> bool:
     """Whether the messages of `unit` equal those of torch's FSDP2, one for one."""
-    options = unit.root.options if unit.root is not None else Options.current()
-    return unit.settings.controls.strategy(options.communication) == "torch"
+    return unit.channels.strategy == "torch"
 
 
 def _trains(param: ShardedParam) -> bool:

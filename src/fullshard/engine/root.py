@@ -55,6 +55,8 @@ class Root:
         self.provisional = provisional
         self.options = options = Options.current()
         device = self.units[0].device
+        for unit in self.units:
+            unit.resolve(unit.settings.controls, options)
         # How much ranks compare: `Settings` of the guard.
         self.guard_mode = mode()
         self.executor = Executor(
@@ -100,7 +102,7 @@ class Root:
         first.record.plan.keeps_in_evaluation = first.settings.reshard_after_forward is not None
         for unit in self.units:
             unit.gradients.on_arrival = partial(self._gradient_arrived, unit)
-            unit.attach(self, self.shared.pool, options.communication)
+            unit.attach(self, self.shared.pool)
             self.reads.learn(unit)
         self.unproven = Unproven(any(unit.unproven for unit in self.units) or has_meta_buffers(first.module))
         own_by_root(self, compares_order=self.order is not None)
@@ -448,7 +450,7 @@ class Root:
             )
         self.executor.shared = shared
         for unit in self.units:
-            unit.attach(self, shared.pool, self.options.communication)
+            unit.attach(self, shared.pool)
 
     def settings_change(self, unit: Unit, controls: Controls) -> None:
         """Reduce and gather `unit` as `controls` say. Collective over the root."""
@@ -458,8 +460,9 @@ class Root:
     def settle_links(self, unit: Unit, controls: Controls) -> None:
         """Choose the links of `unit` under `controls` and connect them. Collective over the root."""
         strategy = controls.strategy(self.options.communication)
-        unit.links = [self.peers.nodes.locate(links, strategy) for links in unit.links]
+        links = [self.peers.nodes.locate(links, strategy) for links in unit.links]
         self.peers.open(unit)
+        unit.links, unit.channels.strategy = links, strategy
 
     def _wait_for_optimizer(self) -> None:
         """Wait for the event of `set_post_optim_event`: gathers are issued on this stream and come after it."""

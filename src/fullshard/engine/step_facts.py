@@ -268,8 +268,7 @@ class StepFacts:
                 self._refuse(mesh, mesh.scope, self._seal(mesh).text)
 
     def _is_only_native(self, mesh: _Mesh) -> bool:
-        default = self._root.options.communication
-        return all(unit.settings.controls.strategy(default) == "torch" for unit in mesh.members)
+        return all(unit.channels.strategy == "torch" for unit in mesh.members)
 
     def _trains_outside(self, mesh: _Mesh) -> bool:
         """Whether something trains that no unit has, of which the user alone averages the gradients."""

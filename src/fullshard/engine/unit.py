@@ -197,9 +197,11 @@ class Unit:
         device: torch.device,
         policy: MixedPrecisionLike,
         reshard_after_forward: bool | None,
+        communication: str,
         reduce_default: str,
         note_values: bool = False,
     ) -> None:
+        """`communication`, `reduce_default`: of the options."""
         self.modules = tuple(modules)
         # Where it computes.
         self.device = device
@@ -207,12 +209,12 @@ class Unit:
         name = "+".join(type(module).__name__ for module in self.modules)
         self.record = UnitRecord(name, 0, reshard_after_forward=reshard_after_forward is not False)
         self.groups: list[ParamGroup] = []
-        # By group: the ranks it communicates with.
+        # By group: the ranks it communicates with, under the strategy of its channels.
         self.links: list[Links] = []
         for part in parts:
             for same, group in grouped(part.found, part.placing, policy, reduce_default):
                 self.groups.append(group)
-                self.links.append(part.links)
+                self.links.append(part.links.under(communication))
                 if note_values and part.placing.mesh.size() > 1 and not isinstance(group, ExtensionGroup):
                     note_initial(group.params, same)
         self.record.empty = not self.groups
@@ -225,7 +227,7 @@ class Unit:
         # Copies between shards on the host and the device; None without offload.
         offload = next((part.placing.offload for part in parts), Offload())
         self.host_link = HostLink(device, pin=offload.pin) if offload.to_host else None
-        self.channels = UnitChannels(self.groups, device, self.host_link)
+        self.channels = UnitChannels(self.groups, device, self.host_link, communication)
         self.gradients = UnitGradients(self.groups, self.record)
         self.staleness = Staleness(self.groups, self.record)
         self.reads = Reads()
@@ -291,10 +293,10 @@ class Unit:
 
     # ---- channels ------------------------------------------------------------------------------------------
 
-    def attach(self, root: AnyRoot, pool: BufferPool, communication: str) -> None:
+    def attach(self, root: AnyRoot, pool: BufferPool) -> None:
         """Join `root`, whose buffers the messages use from now on."""
         self.root = root
-        self.channels.use(pool, communication)
+        self.channels.use(pool)
         self._make_channels()
 
     def take_grad_dtypes(self) -> None:
@@ -318,6 +320,8 @@ class Unit:
         """Reduce, and gather, as `controls` say from now on."""
         if self.root is not None:
             self.root.settings_change(self, controls)
+        else:
+            self.resolve(controls, Options.current())
         self.settings.controls = controls
         if not self.channels.are_used:
             return
@@ -329,6 +333,11 @@ class Unit:
             # Kept parts are lost with the old channels.
             self.root.reshard(self)
         self._make_channels()
+
+    def resolve(self, controls: Controls, options: Options) -> None:
+        """Choose the strategy. Before the root forms; afterwards it chooses (`Root.settle_links`)."""
+        self.channels.strategy = strategy = controls.strategy(options.communication)
+        self.links = [links.under(strategy) for links in self.links]
 
     def link(self, links: Sequence[Links]) -> None:
         """Communicate over `links` from now on: one per group, with the same ranks."""

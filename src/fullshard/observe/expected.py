@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from .._torch import local_of
-from ..comm import DataGroup, communicators, direct_of, exchanges
+from ..comm import DataGroup, communicators, direct_of
 from ..engine import Unit
 from ..engine.root import formed
 from ..engine.state_dict import standing_parameter as standing
@@ -63,7 +63,7 @@ def _kept_layout(unit: Unit, position: int) -> FlatLayout | None:
     return secondary_layout(group.pack, group.plan, block.group.world)
 
 
-def _memory(unit: Unit, position: int, name: str, communication: str) -> UnitMemory:
+def _memory(unit: Unit, position: int, name: str) -> UnitMemory:
     group = unit.groups[position]
     precision = group.precision
     is_outer = unit.root.units[0] is unit if unit.root is not None else name == ""
@@ -72,11 +72,11 @@ def _memory(unit: Unit, position: int, name: str, communication: str) -> UnitMem
     # In a window, or after micro-batches that left their gradients here.
     held = unit.gradients.window_open or not unit.record.plan.sync
     # Before the root forms, `links` does not say yet whether there are several nodes.
-    links, strategy = unit.links[position], unit.settings.controls.strategy(communication)
-    exchanged = exchanges(links, strategy)
+    links = unit.links[position]
+    exchanged = links.exchanges
     sums_here = exchanged and group.placing.world > 1
     layouts = [segment.layout for segment in group.pack.segments]
-    direct = direct_of(links, strategy, layouts, group.plan.direct, precision.wire.itemsize)
+    direct = direct_of(links, unit.channels.strategy, layouts, group.plan.direct, precision.wire.itemsize)
     return UnitMemory(
         name or "root",
         group.pack,
@@ -175,8 +175,7 @@ def expected_peak(found: Sequence[tuple[str, Unit]], options: Options) -> tuple[
     order = [record.name for record in root.run.forward_plan] if root is not None else []
     # In the order of the last run, else in definition order.
     placed = sorted(found, key=lambda item: order.index(n) if (n := item[1].record.name) in order else -1)
-    communication = options.communication
-    memories = [_memory(unit, i, name, communication) for name, unit in placed for i in range(len(unit.groups))]
+    memories = [_memory(unit, i, name) for name, unit in placed for i in range(len(unit.groups))]
     if not memories:
         return "never", ()
     chosen = (found[0][1] if root is None else root.units[0]).settings
