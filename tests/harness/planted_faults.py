@@ -346,9 +346,9 @@ PLANTED: dict[str, Planted] = {
     "gradients are summed in bfloat16": Planted(
         (
             change(
-                "comm.reduce:_Exchange.total",
-                "self._channel.dtypes.sum)",
-                "torch.bfloat16).to(self._channel.dtypes.sum)",
+                "comm.reduce:ExchangeReduce.total",
+                "self.sums.dtypes.sum)",
+                "torch.bfloat16).to(self.sums.dtypes.sum)",
             ),
         ),
         "zero3+bf16",
@@ -583,7 +583,7 @@ PLANTED: dict[str, Planted] = {
                 "    unit = self._unit\n",
                 "    unit = self._unit\n    here.times('forwards')\n",
             ),
-            change(_SEND, "    direct, packed, staging =", "    here.sends(self)\n    direct, packed, staging ="),
+            change(_SEND, "    direct, packed =", "    here.sends(self)\n    direct, packed ="),
             arrives("[x * 1.001 for x in v] if here.was_prefetched(self) else v"),
         ),
         "zero3",

@@ -100,37 +100,45 @@ _UNEVEN = Setup("uneven_mlp")
 _ALONE = Setup("alone")
 _RECORD = "    self._event = torch.accelerator.current_stream(source.device).record_event()\n"
 _COPY = "    self._host.copy_(source, non_blocking=True)\n"
-_REPLICAS = "        self._work = replicate.all_reduce(total, MEAN if self._after.averages else SUM)\n"
-_GATHER, _NATIVE, _SUM = "comm.gather:PlannedGather", "comm.reduce:_Native", "comm.reduction:StagedReduction"
+_REPLICAS = "        self._work = replicate.all_reduce(total, MEAN if channel.sums.averages else SUM)\n"
+_GATHER, _SUM = "comm.gather:PlannedGather", "comm.reduction:StagedReduction"
 _LINK = "comm.offload:HostLink"
 
 FAULTS: dict[str, SeededFault] = {
     # ---- waits that are dropped ----
-    "a gather's wait is dropped": SeededFault(f"{_GATHER}.complete", "work.wait()", "pass"),
-    "a gather's wait is dropped, mixed precision": SeededFault(f"{_GATHER}.complete", "work.wait()", "pass", _MIXED),
-    "a gather's wait is dropped, transformer": SeededFault(f"{_GATHER}.complete", "work.wait()", "pass", _TRANSFORMER),
-    "a gather's wait is dropped, one collective": SeededFault(f"{_GATHER}.complete", "work.wait()", "pass", _ONE),
-    "a gather's wait is dropped, hpZ": SeededFault(f"{_GATHER}.complete", "work.wait()", "pass", _HPZ, 4),
-    "a gather's wait is dropped, offload": SeededFault(f"{_GATHER}.complete", "work.wait()", "pass", _OFFLOAD),
-    "a gather's last wait is dropped": SeededFault(f"{_GATHER}.complete", "in works:", "in works[:-1]:"),
-    "a gather's first wait is dropped": SeededFault(f"{_GATHER}.complete", "in works:", "in works[1:]:", _TRANSFORMER),
+    "a gather's wait is dropped": SeededFault(f"{_GATHER}.complete", "self.arrive()", "pass"),
+    "a gather's wait is dropped, mixed precision": SeededFault(f"{_GATHER}.complete", "self.arrive()", "pass", _MIXED),
+    "a gather's wait is dropped, transformer": SeededFault(
+        f"{_GATHER}.complete", "self.arrive()", "pass", _TRANSFORMER
+    ),
+    "a gather's wait is dropped, one collective": SeededFault(f"{_GATHER}.complete", "self.arrive()", "pass", _ONE),
+    "a gather's wait is dropped, hpZ": SeededFault(f"{_GATHER}.complete", "self.arrive()", "pass", _HPZ, 4),
+    "a gather's wait is dropped, offload": SeededFault(f"{_GATHER}.complete", "self.arrive()", "pass", _OFFLOAD),
+    "a gather's last wait is dropped": SeededFault(
+        f"{_GATHER}.complete", "    self.arrive()", "    self.works = self.works[:-1]\n    self.arrive()"
+    ),
+    "a gather's first wait is dropped": SeededFault(
+        f"{_GATHER}.complete", "    self.arrive()", "    self.works = self.works[1:]\n    self.arrive()", _TRANSFORMER
+    ),
     "the wait command does nothing": SeededFault("engine.executor:Executor._wait", "channel.complete()", "pass"),
     "the wait of one unit does nothing": SeededFault(
         "engine.executor:Executor._wait", "channel.complete()", "unit.record.index == 2 or channel.complete()"
     ),
-    "a reduction's wait is dropped": SeededFault(f"{_NATIVE}.total", "work.wait()", "pass"),
-    "a reduction's wait is dropped, mixed precision": SeededFault(f"{_NATIVE}.total", "work.wait()", "pass", _MIXED),
-    "a reduction's wait is dropped, micro-batches": SeededFault(f"{_NATIVE}.total", "work.wait()", "pass", _MICRO),
-    "a reduction's wait is dropped, one collective": SeededFault(f"{_NATIVE}.total", "work.wait()", "pass", _ONE),
-    "a reduction's wait is dropped, large gradients": SeededFault(f"{_NATIVE}.total", "work.wait()", "pass", _ALONE),
-    "a gather's wait is dropped, large parameters": SeededFault(f"{_GATHER}.complete", "work.wait()", "pass", _ALONE),
-    "a reduction's wait is dropped, offload": SeededFault(f"{_NATIVE}.total", "work.wait()", "pass", _OFFLOAD),
-    "a reduction's last wait is dropped": SeededFault(f"{_NATIVE}.total", "in works:", "in works[:-1]:", _UNEVEN),
+    "a reduction's wait is dropped": SeededFault(f"{_SUM}._advanced", "self.arrive()", "pass"),
+    "a reduction's wait is dropped, mixed precision": SeededFault(f"{_SUM}._advanced", "self.arrive()", "pass", _MIXED),
+    "a reduction's wait is dropped, micro-batches": SeededFault(f"{_SUM}._advanced", "self.arrive()", "pass", _MICRO),
+    "a reduction's wait is dropped, one collective": SeededFault(f"{_SUM}._advanced", "self.arrive()", "pass", _ONE),
+    "a reduction's wait is dropped, large gradients": SeededFault(f"{_SUM}._advanced", "self.arrive()", "pass", _ALONE),
+    "a gather's wait is dropped, large parameters": SeededFault(f"{_GATHER}.complete", "self.arrive()", "pass", _ALONE),
+    "a reduction's wait is dropped, offload": SeededFault(f"{_SUM}._advanced", "self.arrive()", "pass", _OFFLOAD),
+    "a reduction's last wait is dropped": SeededFault(
+        f"{_SUM}._advanced", "    self.arrive()", "    self.works = self.works[:-1]\n    self.arrive()", _UNEVEN
+    ),
     "the replicas' wait is dropped": SeededFault(f"{_SUM}.collect", "self._work.wait()", "pass", _HSDP, 4),
     "the replicas' wait is dropped, micro-batches": SeededFault(
         f"{_SUM}.collect", "self._work.wait()", "pass", Setup("transformer", replicas=2, micro=2), 4
     ),
-    "an exchange's wait is dropped": SeededFault("comm.reduce:_Exchange.total", "self._work.wait()", "pass", _EXCHANGE),
+    "an exchange's wait is dropped": SeededFault(f"{_SUM}._advanced", "self.arrive()", "pass", _EXCHANGE),
     "the digest's wait is dropped": SeededFault("comm.comparison:Comparison.answered", "work.wait()", "pass"),
     "the digest is read before its event": SeededFault(
         "comm.comparison:HostCopy.flags", "self._event.synchronize()", "pass"
@@ -161,15 +169,15 @@ FAULTS: dict[str, SeededFault] = {
     ),
     # ---- waits on another stream ----
     "a gather is waited for on another stream": SeededFault(
-        f"{_GATHER}.complete", "        work.wait()", "        with side():\n            work.wait()"
+        f"{_GATHER}.complete", "    self.arrive()", "    with side():\n        self.arrive()"
     ),
     "a reduction is waited for on another stream": SeededFault(
-        f"{_NATIVE}.total", "        work.wait()", "        with side():\n            work.wait()"
+        f"{_SUM}._advanced", "    self.arrive()", "    with side():\n        self.arrive()"
     ),
     "an exchange is waited for on another stream": SeededFault(
-        "comm.reduce:_Exchange.total",
-        "    self._work.wait()",
-        "    with side():\n        self._work.wait()",
+        f"{_SUM}._advanced",
+        "    self.arrive()",
+        "    with side():\n        self.arrive()",
         _EXCHANGE,
     ),
     "the replicas are waited for on another stream": SeededFault(
@@ -213,19 +221,19 @@ FAULTS: dict[str, SeededFault] = {
     ),
     "reductions are issued on another stream": SeededFault(
         "comm.reduce:NativeReduce.send",
-        "    works = self.group",
-        "    with side():\n     works = self.group",
+        "    flight.works = self.group",
+        "    with side():\n     flight.works = self.group",
     ),
     "sums are divided on another stream": SeededFault(
-        "comm.reduce:_Exchange.total",
+        f"{_SUM}._advanced",
         "        total.div_(",
         "        with side(): total.div_(",
         _EXCHANGE,
     ),
     "sums are made on another stream": SeededFault(
-        "comm.reduce:_Exchange.total",
-        "    total = sum_in_order(",
-        "    with side(): total = sum_in_order(",
+        "comm.reduce:ExchangeReduce.total",
+        "    return sum_in_order(",
+        "    with side(): return sum_in_order(",
         _EXCHANGE,
     ),
     "results are received on another stream": SeededFault(
@@ -307,16 +315,18 @@ FAULTS: dict[str, SeededFault] = {
     ),
     "a message is overwritten after it was issued": SeededFault(
         "comm.reduce:NativeReduce.send",
-        "    if carried is not None:",
-        "    send.tensor.zero_()\n    if carried is not None:",
+        "    if flight.carried is not None:",
+        "    send.tensor.zero_()\n    if flight.carried is not None:",
     ),
     "a result is overwritten while it arrives": SeededFault(
-        "comm.reduce:NativeReduce.send", "    if carried is not None:", "    out.zero_()\n    if carried is not None:"
+        "comm.reduce:NativeReduce.send",
+        "    if flight.carried is not None:",
+        "    out.zero_()\n    if flight.carried is not None:",
     ),
     "a gradient is overwritten while it is sent": SeededFault(
         "comm.reduce:NativeReduce.send",
-        "    if carried is not None:",
-        "    for gradient in large:\n        gradient.mul_(2)\n    if carried is not None:",
+        "    if flight.carried is not None:",
+        "    for gradient in large:\n        gradient.mul_(2)\n    if flight.carried is not None:",
         _ALONE,
     ),
     "the digest is overwritten while it is sent": SeededFault(
@@ -348,9 +358,9 @@ FAULTS: dict[str, SeededFault] = {
     "shards are not cast": SeededFault(f"{_GATHER}.send", "if self._casts:", "if False:", _MIXED),
     "parameters are not copied out": SeededFault(f"{_GATHER}.complete", "if destinations:", "if False:", _ONE),
     "the upload comes after the message": SeededFault(
-        "comm.offload:OffloadedGather.issue",
-        "        self._link.upload(self._shard.flat, self._host)\n        self._inner.send()",
-        "        self._inner.send()\n        self._link.upload(self._shard.flat, self._host)",
+        "comm.offload:OffloadedGather._uploaded",
+        "        self._link.upload(self._shard.flat, self._host)\n        yield",
+        "        yield\n        self._link.upload(self._shard.flat, self._host)",
         _OFFLOAD,
     ),
 }
@@ -496,7 +506,7 @@ PROVEN: dict[str, Case] = {
         "numbers of bfloat16",
     ),
     "replicas are not summed": Case(
-        SeededFault("comm.reduction:StagedReduction._advanced", "if replicate is not None and", "if False and"),
+        SeededFault(f"{_SUM}._advanced", "    if self.has_next:", "    self.has_next = False\n    if False:"),
         "zero3+hsdp=2",
         "backward",
         "norm.norm.bias",

@@ -1,9 +1,9 @@
 """The only subpackage that calls collectives. It handles buffers, never parameters or phases.
 
-`group` (process groups and collectives), `gather` and `reduce` (strategies), `reduction` (their interface), `message`
-(the send buffer), `replicate` (steps after the first sum), `comparison` (digests compared between ranks), `pool`
-(buffers), `messages` (texts and small sums), `offload` (shards on the host), `data_group` (groups that can be cut when
-a peer fails).
+`group` (process groups and their collectives), `gather` and `reduce` (strategies), `reduction` (what all reductions
+share: the send buffer, and the steps after the first sum), `pool` (messages under way and their buffers), `comparison`
+(digests compared between ranks), `messages` (texts and small sums), `offload` (shards on the host), `data_group`
+(groups that can be cut when a peer fails).
 """
 
 from .comparison import Comparison as Comparison
@@ -43,8 +43,8 @@ from .messages import together_over as together_over
 from .messages import told_by_one as told_by_one
 from .messages import whole_of as whole_of
 from .offload import HostLink as HostLink
+from .offload import Landing as Landing
 from .offload import OffloadedGather as OffloadedGather
-from .offload import OffloadedReduce as OffloadedReduce
 from .offload import settle_uploads as settle_uploads
 from .offload import uploading as uploading
 from .pool import BufferPool as BufferPool
@@ -52,5 +52,6 @@ from .reduce import Nodes as Nodes
 from .reduce import direct_of as direct_of
 from .reduce import reduce_channel as reduce_channel
 from .reduction import Dtypes as Dtypes
+from .reduction import Parts as Parts
 from .reduction import ReduceChannel as ReduceChannel
 from .reduction import Reduction as Reduction

@@ -9,13 +9,15 @@
 
 Shards in another dtype than the full parameters are cast directly into their place in the all-gather output.
 
-A channel handles buffers, never parameters or phases. Call `issue`, then `complete` or `cancel`.
+A channel handles buffers, never parameters or phases. Call `issue`, then `complete` or `cancel`. A channel over several
+ranks is a `Flight` of its own: one gather at a time.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -25,9 +27,9 @@ from torch import Tensor
 from .._torch import allocate_for
 from ..layout import FlatLayout, GatherPlan
 from ..policy import CustomComm
-from .data_group import DataGroup, drain
-from .group import SUM, ShardGroup, Work
-from .pool import BufferPool, Slot
+from .data_group import DataGroup, Work
+from .group import SUM, ShardGroup
+from .pool import BufferPool, Flight, Slot
 
 # ---- gather ----------------------------------------------------------------------------------------------------------
 
@@ -79,14 +81,11 @@ class CastGather:
         self._flat = flat
         self._full = full
 
-    def issue(self) -> None:
-        pass
-
-    def prepare(self) -> None:
-        """As `PlannedGather.prepare`."""
-
-    def send(self) -> None:
-        """As `PlannedGather.send`: sends nothing."""
+    def issue(self, ahead: AbstractContextManager[None] | None = None) -> None:
+        """As `PlannedGather.issue`: sends nothing."""
+        if ahead is not None:
+            with ahead:
+                pass
 
     def complete(self) -> None:
         self._full.allocate()
@@ -157,25 +156,22 @@ class _Packed:
     def __init__(
         self, pack: FlatLayout, plan: GatherPlan, flat: Tensor, full: Tensor, group: ShardGroup, pool: BufferPool
     ) -> None:
-        self._pool, self._rank, self._casts = pool, group.rank, flat.dtype is not full.dtype
+        self._rank, self._casts = group.rank, flat.dtype is not full.dtype
         span = plan.packed_span(pack)
         self._copies = _copies_out(pack, plan)
-        self._wanted = pool.key("staging", pack, plan, full.dtype), group.world * span.numel, full.dtype, flat.device
+        # For `BufferPool.take`.
+        self.wanted = pool.key("staging", pack, plan, full.dtype), group.world * span.numel, full.dtype, flat.device
         self.own = flat[span.start : span.stop]
         # Empty if no parameter has elements.
         self.destinations = [full.as_strided(copy.sizes, copy.full_strides, copy.full_offset) for copy in self._copies]
 
-    def take(self) -> Slot:
-        """The buffer, until `BufferPool.give`. Its views: what to copy to `destinations`, and where shards are cast."""
-        return self._pool.take(*self._wanted, self._views)
-
-    def _views(self, staging: Tensor) -> list[Tensor]:
+    def views(self, staging: Tensor) -> list[Tensor]:
+        """Of the buffer: what to copy to `destinations`; then this rank's own part, if shards are cast into it."""
         views = [staging.as_strided(copy.sizes, copy.staged_strides, copy.staged_offset) for copy in self._copies]
-        # Then this rank's own part, if shards are cast into it.
         return [*views, _place(staging, self._rank, self.own.numel())] if self._casts else views
 
 
-class PlannedGather:
+class PlannedGather(Flight):
     """Several ranks: direct parameters into their final memory, packed ones through a staging buffer."""
 
     def __init__(
@@ -187,9 +183,7 @@ class PlannedGather:
         full: FullMemory,
         pool: BufferPool,
     ) -> None:
-        self._group = group
-        self._full = full
-        self._pool = pool
+        self._group, self._full, self.pool = group, full, pool
         self._casts = flat.dtype is not full.flat.dtype
         # Views need allocated memory. It may be in use: a unit that was unsharded early gets a new root.
         in_use = full.live_nbytes > 0
@@ -198,24 +192,24 @@ class PlannedGather:
         self._packed = _Packed(pack, plan, flat, full.flat, group, pool) if plan.packed else None
         if not in_use:
             full.release()
-        self._works: list[Work] = []
-        self._staging: Slot | None = None
 
-    def issue(self) -> None:
-        self.prepare()
-        self.send()
-
-    def prepare(self) -> None:
-        """Allocate the buffers of the messages, on the current stream."""
+    def issue(self, ahead: AbstractContextManager[None] | None = None) -> None:
+        """Allocate the buffers of the messages on the current stream, and send. `ahead`: entered to send."""
         if self._direct.outs:
             # The messages arrive in it. It must not be read before `complete`.
             self._full.allocate()
         if self._packed is not None:
-            self._staging = self._packed.take()
+            self.slots = (self.pool.take(*self._packed.wanted, self._packed.views),)
+        if ahead is None:
+            self.send()
+        else:
+            with ahead:
+                self.send()
 
     def send(self) -> None:
-        """Send the shards as they are now. Call it once after `prepare`."""
-        direct, packed, staging = self._direct, self._packed, self._staging
+        """Send the shards as they are now."""
+        direct, packed = self._direct, self._packed
+        staging = self.slots[0] if self.slots else None
         leaving = None if packed is None else packed.own
         if self._casts:
             own, places = direct.own, direct.leaving
@@ -224,36 +218,28 @@ class PlannedGather:
                 own, places = [*own, packed.own], [*places, leaving]
             torch._foreach_copy_(places, own)
         outs, pieces = direct.outs, direct.leaving
+        self.works = works = list[Work]()
         if staging is not None and leaving is not None:
             if outs and self._group.one_launch:
                 outs, pieces = [*outs, staging.tensor], [*pieces, leaving]
             else:
-                self._works.append(self._group.gather_into(staging.tensor, leaving))
+                works.append(self._group.gather_into(staging.tensor, leaving))
         if outs:
-            self._works += self._group.gather_each(outs, pieces)
+            works += self._group.gather_each(outs, pieces)
 
     def complete(self) -> None:
-        # Drop the works even if one of them raises: a retry must not wait for them again.
-        works, self._works = self._works, []
-        for work in works:
-            work.wait()
-        staging, self._staging = self._staging, None
-        if staging is not None:
-            assert self._packed is not None
+        self.arrive()
+        if self._packed is not None and self.slots:
+            (staging,) = self.slots
             if not self._direct.outs:
                 self._full.allocate()
             destinations = self._packed.destinations
             if destinations:
                 torch._foreach_copy_(destinations, staging.views[: len(destinations)])
-            self._pool.give(staging)
+            self.release()
 
     def cancel(self) -> None:
-        for work in self._works:
-            drain(work)
-        self._works.clear()
-        if self._staging is not None:
-            self._pool.give(self._staging)
-            self._staging = None
+        self.abandon()
         self._full.release()
 
 
@@ -285,41 +271,31 @@ class Extension(Protocol):
         ...
 
 
-class ExtensionGather:
+class ExtensionGather(Flight):
     """One message per tensor that the parameter sends; a single rank copies instead."""
 
     def __init__(self, group: ShardGroup, extension: Extension) -> None:
         self._group = group
         self._extension = extension
-        self._works: list[Work] = []
-        # Keeps the tensors alive while they are sent.
-        self._messages: Sequence[tuple[Tensor, Tensor]] = ()
 
     def issue(self) -> None:
-        self._messages = self._extension.messages()
-        for out, piece in self._messages:
+        messages = self._extension.messages()
+        self.kept = [tensor for message in messages for tensor in message]
+        self.works = works = list[Work]()
+        for out, piece in messages:
             if self._group.world == 1:
                 out.copy_(piece)
             else:
-                self._works.append(self._group.gather_into(out, piece))
+                works.append(self._group.gather_into(out, piece))
 
     def complete(self) -> None:
-        self._wait()
+        self.arrive()
+        self.release()
         self._extension.assemble()
 
     def cancel(self) -> None:
-        for work in self._works:
-            drain(work)
-        self._works.clear()
-        self._messages = ()
+        self.abandon()
         self._extension.release()
-
-    def _wait(self) -> None:
-        # Drop the works even if one of them raises: a retry must not wait for them again.
-        works, self._works = self._works, []
-        for work in works:
-            work.wait()
-        self._messages = ()
 
 
 # ---- group memory ----------------------------------------------------------------------------------------------------
@@ -423,12 +399,9 @@ class CustomBuffers(BufferPool):
 
     def __init__(self, comm: CustomComm) -> None:
         super().__init__(keep=False)
+        # The caller's memory may be written again.
+        self.reuses = True
         self._comm = comm
-
-    @property
-    def reuses(self) -> bool:
-        """The caller's memory: it may be."""
-        return True
 
     def take(
         self,

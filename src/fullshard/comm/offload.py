@@ -3,7 +3,7 @@
     shards (host, flat)  --upload-->   shard memory (device, flat)  --gather-->  full parameters (device)
     .grad  (host, flat)  <--download-- reduced chunk (device, flat)  <--reduce--  gradients (device)
 
-`HostLink` copies; `OffloadedGather` uploads before an all-gather and `OffloadedReduce` downloads after a reduction. On
+`HostLink` copies; `OffloadedGather` uploads before an all-gather, and `Landing` downloads after a reduction. On
 a device uploads and downloads run on two streams, shared by all units, and overlap with compute. The host waits
 
     for downloads    when the backward ends, before gradients can be read
@@ -18,18 +18,17 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .._torch import capturing
 from ..layout import contiguous_stride
-from .comparison import HostCopy
 from .gather import CastGather, FullMemory, PlannedGather
-from .reduction import ReduceChannel, Reduction
+from .reduction import Parts
 
 Copy = Callable[[Tensor, Tensor], object]
 
@@ -176,10 +175,13 @@ class OffloadedGather:
     def issue(self) -> None:
         # Allocate on the compute stream: the caching allocator reuses memory in the order of that stream.
         self._shard.allocate()
-        self._inner.prepare()
+        self._inner.issue(self._uploaded())
+
+    @contextmanager
+    def _uploaded(self) -> Iterator[None]:
         with self._link.ahead():
             self._link.upload(self._shard.flat, self._host)
-            self._inner.send()
+            yield
 
     def complete(self) -> None:
         self._link.arrived()
@@ -192,85 +194,25 @@ class OffloadedGather:
         self._shard.release()
 
 
-class _Channel(Protocol):
-    link: HostLink
-    landed_in: int
+class Landing:
+    """Takes the results of one reduction channel to the host, in one copy each."""
 
+    def __init__(self, link: HostLink) -> None:
+        self._link = link
+        # The round of the link in which the last result landed.
+        self._landed_in = -1
 
-class OffloadedReduce:
-    """A reduction whose result goes to the host, in one copy per param group."""
-
-    def __init__(self, inner: ReduceChannel, link: HostLink) -> None:
-        self._inner = inner
-        self.link = link
-        # The round of the link in which a result of this channel was last collected.
-        self.landed_in = -1
-
-    @property
-    def carries(self) -> bool:
-        """See `ReduceChannel.carries`."""
-        return self._inner.carries
-
-    def issue(self, *args: Any, **kwargs: Any) -> Reduction:
-        """See `ReduceChannel.issue`."""
-        return _Landing(self, self._inner.issue(*args, **kwargs))
-
-
-class _Landing:
-    def __init__(self, channel: _Channel, inner: Reduction) -> None:
-        self._channel = channel
-        self._inner = inner
-
-    @property
-    def keeps(self) -> bool:
-        return self._inner.keeps
-
-    @property
-    def is_replicating(self) -> bool:
-        return self._inner.is_replicating
-
-    @property
-    def has_next(self) -> bool:
-        return self._inner.has_next
-
-    @property
-    def keeps_send_buffer(self) -> bool:
-        return self._inner.keeps_send_buffer
-
-    @property
-    def held_nbytes(self) -> int:
-        return self._inner.held_nbytes
-
-    @property
-    def nbytes(self) -> int:
-        return self._inner.nbytes
-
-    @property
-    def present(self) -> HostCopy | None:
-        return self._inner.present
-
-    def advance(self) -> None:
-        self._inner.advance()
-
-    def collect(self) -> list[Tensor | None]:
-        """As `Reduction.collect`, on the host. The result may be read after the link's `finish`. A second collect in
-        one round finishes the link, because the two results will be added."""
-        parts = self._inner.collect()
-        if self._inner.keeps:
-            # Partial sums stay on the device, where the next ones are added.
-            return parts
-        link = self._channel.link
-        landed = land(parts, link)
-        if self._channel.landed_in == link.round:
-            link.finish()
-        self._channel.landed_in = link.round
+    def __call__(self, parts: Parts) -> Parts:
+        """`parts` on the host, where they may be read after the link's `finish`. A second result in one round finishes
+        the link, because the two will be added."""
+        landed = land(parts, self._link)
+        if self._landed_in == self._link.round:
+            self._link.finish()
+        self._landed_in = self._link.round
         return landed
 
-    def abandon(self) -> None:
-        self._inner.abandon()
 
-
-def land(parts: Sequence[Tensor | None], link: HostLink) -> list[Tensor | None]:
+def land(parts: Parts, link: HostLink) -> list[Tensor | None]:
     """`parts` on the host after one copy; None stays None.
 
     Parts of one reduction are views of one chunk, which is copied whole. Others (a single rank's gradients) are

@@ -1,4 +1,4 @@
-"""Message buffers, reused between steps if allocation is expensive.
+"""Messages under way, and their buffers, which are reused between steps if allocation is expensive.
 
 On a CPU the first write to a fresh large buffer costs a page fault per 4 KiB, as much as the copy itself; and views of
 a kept buffer are made only once. A device with a caching allocator has neither cost, and kept buffers would only hide
@@ -13,11 +13,13 @@ freezes others in each step would otherwise accumulate buffers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from itertools import count
 
 import torch
 from torch import Tensor
+
+from .data_group import Work, drain
 
 # Steps for which an unused buffer is kept.
 _KEPT_STEPS = 2
@@ -44,7 +46,9 @@ class BufferPool:
     """Free buffers by key. Not thread-safe: a pool belongs to one root, or to the roots of one thread."""
 
     def __init__(self, *, keep: bool) -> None:
-        self._keep = keep
+        # Whether buffers that come back are kept, with what is in them, for the next `take`; and whether one that came
+        # back may be written while a tensor still shows its memory.
+        self.keeps = self.reuses = keep
         self._keys: dict[Hashable, int] = {}
         self._numbers = count()
         self._free: dict[int, list[Slot]] = {}
@@ -52,16 +56,6 @@ class BufferPool:
         self._step = 0
         # The roots that ended a backward in this step.
         self._ended: set[int] = set()
-
-    @property
-    def keeps(self) -> bool:
-        """Whether buffers that come back are kept, with what is in them, for the next `take`."""
-        return self._keep
-
-    @property
-    def reuses(self) -> bool:
-        """Whether a buffer that came back may be written while a tensor still shows its memory."""
-        return self._keep
 
     @property
     def nbytes(self) -> int:
@@ -101,18 +95,19 @@ class BufferPool:
             slot = Slot(key, make(numel, dtype=dtype, device=device))
             if make_views is not None:
                 slot.views = make_views(slot.tensor)
-        if self._keep:
+        if self.keeps:
             self._nbytes += slot.tensor.nbytes
         return slot
 
-    def give(self, slot: Slot) -> None:
-        """Return the buffer; the next `take` may overwrite it. A pool that keeps nothing frees it, whoever still holds
+    def give(self, *slots: Slot) -> None:
+        """Return buffers; the next `take` may overwrite them. A pool that keeps nothing frees them, whoever still holds
         the slot: a reduction does so while its replicas sum."""
-        if self._keep:
-            slot.step = self._step
-            self._free.setdefault(slot.key, []).append(slot)
-        else:
-            slot.tensor, slot.views = _FREED, []
+        for slot in slots:
+            if self.keeps:
+                slot.step = self._step
+                self._free.setdefault(slot.key, []).append(slot)
+            else:
+                slot.tensor, slot.views = _FREED, []
 
     def end_of_backward(self, root: int) -> None:
         """`root` (its number) has reduced its gradients. When it does so again, a new step begins, and buffers unused
@@ -122,7 +117,7 @@ class BufferPool:
             return
         self._ended = {root}
         self._step += 1
-        if not self._keep:
+        if not self.keeps:
             return
         oldest = self._step - _KEPT_STEPS
         # `take` pops the latest, so the oldest are in front.
@@ -133,3 +128,39 @@ class BufferPool:
                 self._free[key] = kept
             else:
                 del self._free[key]
+
+
+class Flight:
+    """Messages under way, and what they read and write until `release`."""
+
+    works: Sequence[Work] = ()
+    # The buffers, all of `pool`.
+    slots: Sequence[Slot] = ()
+    pool: BufferPool
+    # What else is kept alive.
+    kept: Sequence[Tensor] = ()
+
+    @property
+    def held_nbytes(self) -> int:
+        """Bytes of the buffers, and of what else is kept alive."""
+        return sum([slot.tensor.nbytes for slot in self.slots]) + sum([tensor.nbytes for tensor in self.kept])
+
+    def arrive(self) -> None:
+        """Wait for the messages."""
+        # Drop them even if one of them raises: a retry must not wait for them again.
+        works, self.works = self.works, ()
+        for work in works:
+            work.wait()
+
+    def release(self) -> None:
+        """What arrived was read: return the buffers to the pool."""
+        slots, self.slots, self.kept = self.slots, (), ()
+        if slots:
+            self.pool.give(*slots)
+
+    def abandon(self) -> None:
+        """Wait for the messages and discard what they brought."""
+        works, self.works = self.works, ()
+        for work in works:
+            drain(work)
+        self.release()

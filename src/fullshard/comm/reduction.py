@@ -1,14 +1,14 @@
 """A gradient reduction from its start to the shards: the interface, a single rank, several ranks, and replicas.
 
-`reduce.py` has the strategies for the first stage, the sum over the shard ranks. The later steps are here: partial sums
-of earlier backwards, the all-reduce over the replicas, a user's hook, the division, and the cast to the gradient dtype.
+`reduce.py` has the strategies for the sum over the shard ranks. The rest is here: the send buffer, partial sums of
+earlier backwards, the all-reduce over the replicas, a user's hook, the division, and the cast to the gradient dtype.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,11 +17,14 @@ from ..layout import FACTS_NUMEL, ReduceLayout, contiguous_stride
 from ..layout.flat import SendRegion
 from ..policy import Scale
 from .comparison import CARRIERS, Comparison, HostCopy, brought
-from .data_group import drain
-from .group import MEAN, SUM, ShardGroup, Work
-from .pool import BufferPool, Slot
+from .data_group import Work, drain
+from .group import MEAN, SUM, ShardGroup
+from .pool import BufferPool, Flight, Slot
 
 # ---- interface, and one rank -----------------------------------------------------------------------------------------
+
+# One tensor per parameter, None if there is no gradient.
+Parts = Sequence[Tensor | None]
 
 
 class Dtypes(NamedTuple):
@@ -33,101 +36,54 @@ class Dtypes(NamedTuple):
     gradient: torch.dtype
 
 
-class FirstStage(ABC):
-    """The sum over the shard ranks, in flight."""
+class Reduction(Flight):
+    """A reduction in flight; this one, of a single rank, has arrived."""
 
-    # Whether it sends nothing: the chunk is the send buffer, in which the replicas sum.
-    in_send_buffer = False
-    # Whether the sum is in a buffer that will be reused, so that the caller must get a copy.
-    reuses = False
+    # Whether its result is a partial sum.
+    keeps = False
+    # Whether the message in flight is the all-reduce over the replicas, and whether that follows.
+    is_replicating = has_next = False
+    # Whether the send buffer stays in use to the end, because the last message sums in it.
+    keeps_send_buffer = False
+    # After `collect`: flags of the gradients that some rank produced, one per parameter, if that is not known yet. The
+    # others are zero and must be dropped.
+    present: HostCopy | None = None
 
-    @property
-    @abstractmethod
-    def held_nbytes(self) -> int:
-        """Bytes of the send and receive buffers of messages in flight."""
-
-    @abstractmethod
-    def total(self) -> Tensor:
-        """Wait; return this rank's chunk (chunk_numel,): the sum, scaled by `Scale.before`; writable. Call it once."""
-
-    def release(self) -> None:  # noqa: B027  (nor those that own their chunk)
-        """The chunk is no longer needed."""
-
-    @abstractmethod
-    def abandon(self) -> None:
-        """Instead of `total`: wait and discard the result."""
-
-
-class Reduction(Protocol):
-    """A reduction in flight."""
-
-    @property
-    def keeps(self) -> bool:
-        """Whether its result is a partial sum."""
-        ...
-
-    @property
-    def is_replicating(self) -> bool:
-        """Whether the message in flight is the all-reduce over the replicas."""
-        ...
-
-    @property
-    def has_next(self) -> bool:
-        """Whether an all-reduce over the replicas follows."""
-        ...
-
-    @property
-    def keeps_send_buffer(self) -> bool:
-        """Whether the send buffer stays in use to the end, because the last message sums in it."""
-        ...
-
-    @property
-    def held_nbytes(self) -> int:
-        """Bytes of the send and receive buffers of the first messages; 0 once they were received."""
-        ...
+    def __init__(self, channel: ReduceChannel, parts: Parts = ()) -> None:
+        self._land, self._parts = channel.land, parts
 
     @property
     def nbytes(self) -> int:
         """Bytes of the buffer that the replicas all-reduce, unless it is the send buffer; 0 during the first stage."""
-        ...
-
-    @property
-    def present(self) -> HostCopy | None:
-        """After `collect`: flags of the gradients that some rank produced, one per parameter, if that is not known yet.
-        The others are zero and must be dropped."""
-        ...
+        return 0
 
     def advance(self) -> None:
         """Wait for the message in flight and send the next one. Does nothing after the last."""
-        ...
 
-    def collect(self) -> list[Tensor | None]:
+    def collect(self) -> Parts:
         """Wait for the result: one tensor per parameter, None if no rank produced a gradient. Call it once.
 
         The mean gradient shard, unpadded local shape, gradient dtype; or, if issued with `keep`, the partial sum:
         (padded_local_numel,), reduce dtype. The tensors are new and belong to the caller.
         """
-        ...
-
-    def abandon(self) -> None:
-        """Wait and discard the result."""
-        ...
+        return self._parts if self._land is None else self._land(self._parts)
 
 
-class ReduceChannel(Protocol):
+class ReduceChannel(ABC):
     """Reduces the gradients of one param group."""
 
-    @property
-    def carries(self) -> bool:
-        """Whether a reduction can carry a comparison to all ranks of the mesh."""
-        ...
+    # Whether a reduction can carry a comparison to all ranks of the mesh.
+    carries = False
+    # Takes results that are no partial sums to where the shards are, if not on the device.
+    land: Callable[[Parts], Parts] | None = None
 
+    @abstractmethod
     def issue(
         self,
-        gradients: Sequence[Tensor | None],
+        gradients: Parts,
         *,
         accumulated: bool,
-        partials: Sequence[Tensor | None] = (),
+        partials: Parts = (),
         keep: bool = False,
         carried: Comparison | None = None,
     ) -> Reduction:
@@ -138,13 +94,10 @@ class ReduceChannel(Protocol):
         `keep`: stop before the all-reduce over the replicas.
         `carried`: sent with the message, if the channel `carries`.
         """
-        ...
 
 
-class LocalReduce:
+class LocalReduce(ReduceChannel):
     """One rank: its gradients are the result."""
-
-    carries = False
 
     def __init__(self, gradient: torch.dtype, divide_factor: float | None) -> None:
         self._dtype = gradient
@@ -152,10 +105,10 @@ class LocalReduce:
 
     def issue(
         self,
-        gradients: Sequence[Tensor | None],
+        gradients: Parts,
         *,
         accumulated: bool,
-        partials: Sequence[Tensor | None] = (),
+        partials: Parts = (),
         keep: bool = False,
         carried: Comparison | None = None,
     ) -> Reduction:
@@ -163,7 +116,7 @@ class LocalReduce:
         dtypes = {gradient.dtype for gradient in found}
         if not found or (self._factor is None and dtypes == {self._dtype}):
             # `contiguous`: an expanded zero for a missing gradient cannot be written.
-            return _Local([None if gradient is None else gradient.contiguous() for gradient in gradients])
+            return Reduction(self, [None if gradient is None else gradient.contiguous() for gradient in gradients])
         factor = self._factor
         if factor is not None and len(dtypes) > 1:
             found, factor = [gradient / factor for gradient in found], None
@@ -174,31 +127,13 @@ class LocalReduce:
         if factor is not None:
             flat = flat.div_(factor).to(self._dtype)
         parts = iter(_pieces(flat, found))
-        return _Local([None if gradient is None else next(parts) for gradient in gradients])
+        return Reduction(self, [None if gradient is None else next(parts) for gradient in gradients])
 
 
 def _pieces(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
     """`flat`, cut into contiguous tensors of the shapes of `like`."""
     pieces = flat.split([tensor.numel() for tensor in like])
     return [piece.view(tensor.shape) for piece, tensor in zip(pieces, like, strict=True)]
-
-
-class _Local:
-    keeps = has_next = keeps_send_buffer = is_replicating = False
-    nbytes = held_nbytes = 0
-    present = None
-
-    def __init__(self, gradients: list[Tensor | None]) -> None:
-        self._gradients = gradients
-
-    def advance(self) -> None:
-        pass
-
-    def collect(self) -> list[Tensor | None]:
-        return self._gradients
-
-    def abandon(self) -> None:
-        self._gradients = []
 
 
 # ---- replicate -------------------------------------------------------------------------------------------------------
@@ -217,27 +152,15 @@ class _Local:
 # does `communication="torch"`, as in FSDP2. A backend may add in any order, but gives every rank the same bits.
 
 
-class Chunks(Protocol):
-    """The shapes of a chunk: `MessageReduce`."""
-
-    layout: ReduceLayout
-
-    def split(self, mean: Tensor, complete: bool) -> tuple[list[Tensor | None], HostCopy | None]: ...
-
-    def without_absent(
-        self, parts: list[Tensor | None], chunk: Tensor
-    ) -> tuple[list[Tensor | None], HostCopy | None]: ...
-
-
-class AfterSum(NamedTuple):
-    """Steps 2 to 4 for one group."""
+class Summation(NamedTuple):
+    """How the gradients of one group are summed: the dtypes, the divisions, and steps 2 to 4."""
 
     replicate: ShardGroup | None
     scale: Scale
     dtypes: Dtypes
     hook: Callable[[Tensor], object] | None
     hook_stream: Any
-    # The backend reduced the chunk, in the reduce dtype.
+    # The backend reduces the chunk, in the reduce dtype.
     native: bool
 
     @property
@@ -246,54 +169,40 @@ class AfterSum(NamedTuple):
         return self.native and self.scale.averages
 
 
-class StagedReduction:
-    """One reduction with all of its messages. See `comm.reduction.Reduction`."""
+class StagedReduction(Reduction):
+    """One reduction with all of its messages."""
 
     def __init__(
         self,
-        chunks: Chunks,
-        after: AfterSum,
-        first: FirstStage,
+        channel: MessageReduce,
+        send: Slot,
         complete: bool,
-        partials: Sequence[Tensor | None],
+        partials: Parts,
         *,
         keep: bool,
-        carried: Comparison | None = None,
+        carried: Comparison | None,
     ) -> None:
-        self._chunks = chunks
-        self._after = after
-        self._first = first
-        self._complete = complete
-        self._partials = partials
+        super().__init__(channel)
+        self.pool, self.slots = channel.pool, (send,)
+        self.carried = carried
+        self._channel, self._complete, self._partials = channel, complete, partials
+        replicate = channel.sums.replicate
         # Without replicas the sum is complete, so there is no partial sum to keep.
-        self.keeps = keep and after.replicate is not None
-        self._carried = carried
-        # See `Reduction.present`.
-        self.present: HostCopy | None = None
+        self.keeps = keep and replicate is not None
+        self.has_next = replicate is not None and not keep
+        self.keeps_send_buffer = channel.in_send_buffer
         self._total: Tensor | None = None
         self._work: Work | None = None
-        if first.in_send_buffer:
-            self.advance()
-
-    @property
-    def is_replicating(self) -> bool:
-        return self._work is not None
-
-    @property
-    def has_next(self) -> bool:
-        return self._total is None and self._after.replicate is not None and not self.keeps
-
-    @property
-    def keeps_send_buffer(self) -> bool:
-        return self._first.in_send_buffer
-
-    @property
-    def held_nbytes(self) -> int:
-        return self._first.held_nbytes if self._total is None else 0
 
     @property
     def nbytes(self) -> int:
-        return 0 if self._total is None or self._work is None or self._first.in_send_buffer else self._total.nbytes
+        """See `Reduction`."""
+        return 0 if self._total is None or self._work is None or self.keeps_send_buffer else self._total.nbytes
+
+    @property
+    def held_nbytes(self) -> int:
+        """Of the first messages; 0 once they were received."""
+        return super().held_nbytes if self._total is None else 0
 
     def advance(self) -> None:
         self._advanced()
@@ -301,45 +210,53 @@ class StagedReduction:
     def _advanced(self) -> Tensor:
         if self._total is not None:
             return self._total
-        total = self._first.total()
+        channel = self._channel
+        self.arrive()
+        total = channel.total(self)
+        if channel.divisor != 1:
+            total.div_(channel.divisor)
+        if not self.keeps_send_buffer:
+            self.release()
         if self._partials:
             self._add_partials(total)
         self._total = total
-        replicate = self._after.replicate
-        if replicate is not None and not self.keeps:
-            if self._carried is not None:
-                self._carried.ask_replicas(replicate)
-            self._work = replicate.all_reduce(total, MEAN if self._after.averages else SUM)
+        if self.has_next:
+            self.has_next, self.is_replicating = False, True
+            replicate = channel.sums.replicate
+            assert replicate is not None
+            if self.carried is not None:
+                self.carried.ask_replicas(replicate)
+            self._work = replicate.all_reduce(total, MEAN if channel.sums.averages else SUM)
         return total
 
-    def collect(self) -> list[Tensor | None]:
+    def collect(self) -> Parts:
         total = self._advanced()
         try:
             if self._work is not None:
                 self._work.wait()
-            if self._carried is not None:
-                self._carried.arrive()
-            found = self._kept(total) if self.keeps else self._chunks.split(self._finished(total), self._complete)
-            parts, self.present = found
-            return parts
+            if self.carried is not None:
+                self.carried.arrive()
+            if self.keeps:
+                parts, self.present = self._kept(total)
+                return parts
+            parts, self.present = self._channel.split(self._finished(total), self._complete)
         finally:  # a hook may raise
             self._total = self._work = None
-            self._first.release()
+            self.release()
+        return parts if self._land is None else self._land(parts)
 
     def abandon(self) -> None:
-        if self._carried is not None:
-            self._carried.abandon()
-        if self._total is None:
-            self._first.abandon()
-            return
+        """See `Flight`."""
+        if self.carried is not None:
+            self.carried.abandon()
         if self._work is not None:
             drain(self._work)
-        self._first.release()
+        super().abandon()
 
     # ---- steps ---------------------------------------------------------------------------------------------
 
     def _add_partials(self, total: Tensor) -> None:
-        layout = self._chunks.layout
+        layout = self._channel.layout
         partials = [(index, partial) for index, partial in enumerate(self._partials) if partial is not None]
         if not partials:
             return
@@ -353,22 +270,27 @@ class StagedReduction:
         else:
             torch._foreach_add_([flags[index] for index, _ in partials], 1)
 
-    def _kept(self, total: Tensor) -> tuple[list[Tensor | None], HostCopy | None]:
-        kept = total.to(self._after.dtypes.reduce, copy=self._first.reuses)
-        segments = self._chunks.layout.pack.segments
+    @property
+    def _reuses(self) -> bool:
+        # Then the caller must get a copy.
+        return self.keeps_send_buffer and self.pool.reuses
+
+    def _kept(self, total: Tensor) -> tuple[Parts, HostCopy | None]:
+        kept = total.to(self._channel.sums.dtypes.reduce, copy=self._reuses)
+        segments = self._channel.layout.pack.segments
         parts: list[Tensor | None] = [kept.narrow(0, s.offset, s.padded_numel) for s in segments]
-        return (parts, None) if self._complete else self._chunks.without_absent(parts, kept)
+        return (parts, None) if self._complete else self._channel.without_absent(parts, kept)
 
     def _finished(self, total: Tensor) -> Tensor:
-        after = self._after
+        after = self._channel.sums
         result = total
         if after.hook is not None:
             result = result.to(after.dtypes.reduce)
             # Without the grad-present flags, which follow the gradients and which the hook must not change.
-            _call(after.hook, result[: self._chunks.layout.grad_present_offset], after.hook_stream)
+            _call(after.hook, result[: self._channel.layout.grad_present_offset], after.hook_stream)
         if after.scale.after != 1:
-            result = result / after.scale.after if self._first.reuses else result.div_(after.scale.after)
-        return result.to(after.dtypes.gradient, copy=self._first.reuses and result is total)
+            result = result / after.scale.after if self._reuses else result.div_(after.scale.after)
+        return result.to(after.dtypes.gradient, copy=self._reuses and result is total)
 
 
 def _call(hook: Callable[[Tensor], object], gradients: Tensor, stream: Any) -> None:
@@ -407,25 +329,31 @@ class _Target(NamedTuple):
 _PADDINGS = 3
 
 
-class MessageReduce:
-    """Base of the strategies over several ranks: the send buffer and the shapes of the result."""
+class _Keys(dict[tuple[str, torch.dtype], int]):
+    """The keys of one layout's buffers in its pool, by use and dtype."""
+
+    def __init__(self, pool: BufferPool, layout: ReduceLayout) -> None:
+        self._pool, self._layout = pool, layout
+
+    def __missing__(self, part: tuple[str, torch.dtype]) -> int:
+        self[part] = found = self._pool.key(part[0], self._layout, part[1])
+        return found
+
+
+class MessageReduce(ReduceChannel):
+    """Base of the strategies that send messages: the send buffer and the shapes of the result. A strategy is `send` and
+    `total`."""
 
     # Whether chunks arrive unreduced, so that digests in them can be compared.
     compares = True
+    # Whether nothing is sent before the replicas sum, in the send buffer.
+    in_send_buffer = False
 
-    def __init__(
-        self, group: ShardGroup, layout: ReduceLayout, dtypes: Dtypes, pool: BufferPool, scale: Scale, after: AfterSum
-    ) -> None:
-        self.group = group
-        self.layout = layout
-        # Elements of the send buffer.
-        self.numel = layout.numel
-        self.dtypes = dtypes
-        self.pool = pool
-        self.scale = scale
-        self.after = after
-        self.device = group.device
-        world = group.world
+    def __init__(self, group: ShardGroup, layout: ReduceLayout, pool: BufferPool, sums: Summation) -> None:
+        self.group, self.layout, self.pool, self.sums = group, layout, pool, sums
+        # Of the sum over the shard ranks, unless the backend divided.
+        self.divisor = 1.0 if sums.averages else sums.scale.before
+        self.carries = {sums.dtypes.wire, sums.dtypes.reduce, sums.dtypes.sum} <= CARRIERS
         pack = layout.pack
         self._targets = [_Target.of(layout, i) for i in layout.packed]
         # (local shape, contiguous stride, offset) of this rank's part of each parameter in one chunk
@@ -434,70 +362,60 @@ class MessageReduce:
             for segment in pack.segments
         ]
         self._zeroed = layout.padding if len(layout.padding) <= _PADDINGS else ((0, layout.message_numel),)
-        self._world = world
-        self._all_present = len(pack.segments)
         # [start, stop) of flags and the padding after them, which nobody reads: one operation writes both.
         flags = layout.grad_present_offset - layout.message_start
-        tail = flags + self._all_present, layout.message_numel
+        tail = flags + len(pack.segments), layout.message_numel
         self._flags = (flags, tail[1]) if layout.facts_numel == 0 and tail in self._zeroed else None
-        self._keys: dict[tuple[str, torch.dtype], int] = {}
+        self._keys = _Keys(pool, layout)
 
     def issue(
         self,
-        gradients: Sequence[Tensor | None],
+        gradients: Parts,
         *,
         accumulated: bool,
-        partials: Sequence[Tensor | None] = (),
+        partials: Parts = (),
         keep: bool = False,
         carried: Comparison | None = None,
     ) -> Reduction:
-        dtype = self.send_dtype(accumulated)
+        dtypes = self.sums.dtypes
+        # A backend reduces in the requested dtype.
+        dtype = dtypes.reduce if accumulated or not self.compares else dtypes.wire
         send, complete = self.fill(gradients, dtype)
         if carried is not None and self.compares:
-            carried.write(self.facts_rows(send.tensor, self._world, self.layout.message_start))
-        first = self.send(send, dtype, gradients, carried)
-        return StagedReduction(self, self.after, first, complete, partials, keep=keep, carried=carried)
+            carried.write(self.facts_rows(send.tensor, self.group.world, self.layout.message_start))
+        flight = StagedReduction(self, send, complete, partials, keep=keep, carried=carried)
+        self.send(flight, dtype, gradients)
+        if self.in_send_buffer:
+            flight.advance()
+        return flight
 
-    @property
-    def carries(self) -> bool:
-        """Whether a reduction can carry a comparison."""
-        dtypes = {self.dtypes.wire, self.dtypes.reduce, self.dtypes.sum}
-        return (self.compares or not self.after.native) and dtypes <= CARRIERS
+    @abstractmethod
+    def send(self, flight: StagedReduction, dtype: torch.dtype, gradients: Parts) -> None:
+        """Send the buffer `flight.slots[0]` and the direct ones of `gradients`. Sets `works`, `slots` and `kept`."""
+
+    @abstractmethod
+    def total(self, flight: StagedReduction) -> Tensor:
+        """This rank's chunk (chunk_numel,) once the messages arrived: the sum, writable. Compares the received digests,
+        if any."""
 
     def facts_rows(self, buffer: Tensor, count: int, start: int = 0) -> Tensor:
         """The digests in `count` chunks of `buffer`, which begin at element `start` of each: (count, FACTS_NUMEL)."""
         layout = self.layout
         return buffer.as_strided((count, FACTS_NUMEL), (layout.chunk_numel - start, 1), layout.facts_offset - start)
 
-    def send_dtype(self, accumulated: bool) -> torch.dtype:
-        """The dtype of gradients in the send buffer: the wire dtype, or the reduce dtype of accumulated gradients."""
-        return self.dtypes.reduce if accumulated else self.dtypes.wire
-
-    @abstractmethod
-    def send(
-        self, send: Slot, dtype: torch.dtype, gradients: Sequence[Tensor | None], carried: Comparison | None
-    ) -> FirstStage:
-        """Send the buffer and the direct ones of `gradients`; the stage returns the buffer to the pool. `carried`
-        compares the received digests, if any."""
-
-    def key(self, use: str, dtype: torch.dtype) -> int:
-        found = self._keys.get((use, dtype))
-        if found is None:
-            found = self._keys[use, dtype] = self.pool.key(use, self.layout, dtype)
-        return found
-
-    def fill(self, gradients: Sequence[Tensor | None], dtype: torch.dtype) -> tuple[Slot, bool]:
+    def fill(self, gradients: Parts, dtype: torch.dtype) -> tuple[Slot, bool]:
         """A send buffer with packed gradients and their flags; and whether all gradients, direct ones too, exist."""
         # Other ranks receive its padding. Of a kept buffer that is zeroed once and never written.
         keeps = self.pool.keeps
-        slot = self.pool.take(self.key("send", dtype), self.numel, dtype, self.device, self._send_views, zeroed=keeps)
+        key, numel = self._keys["send", dtype], self.layout.numel
+        slot = self.pool.take(key, numel, dtype, self.group.device, self._send_views, zeroed=keeps)
         grad_present = slot.views[-1]
         sources, destinations = [], []
         complete = True
         for gradient in gradients:
             complete = complete and gradient is not None
         if not keeps:
-            chunks = slot.tensor.view(self._world, -1)
+            chunks = slot.tensor.view(self.group.world, -1)
             zeroed = self._zeroed
             if complete and self._flags is not None:
                 start, stop = self._flags
@@ -524,7 +442,7 @@ class MessageReduce:
         if complete:
             grad_present.fill_(1)
         else:
-            grad_present.copy_(brought([int(g is not None) for g in gradients], dtype, self.device))
+            grad_present.copy_(brought([int(g is not None) for g in gradients], dtype, self.group.device))
         return slot, complete
 
     def _send_views(self, send: Tensor) -> list[Tensor]:
@@ -534,61 +452,38 @@ class MessageReduce:
             for sizes, _, _, start, strides in regions:
                 shape = (sizes, strides) if rows is None else (rows, (*strides[:-2], strides[-1]))
                 views.append(send.as_strided(*shape, start))
-        grad_present = (self._world, self._all_present)
+        grad_present = (self.group.world, len(layout.pack.segments))
         views.append(
             send.as_strided(grad_present, (layout.message_numel, 1), layout.grad_present_offset - layout.message_start)
         )
         return views
 
-    def split(self, mean: Tensor, complete: bool) -> tuple[list[Tensor | None], HostCopy | None]:
+    def split(self, mean: Tensor, complete: bool) -> tuple[Parts, HostCopy | None]:
         """The parameters' shards of the reduced chunk, and flags of those that some rank had; see `without_absent`.
         `complete`: this rank had all gradients, so all are present."""
         parts: list[Tensor | None] = [mean.as_strided(shape, stride, offset) for shape, stride, offset in self.parts]
         return (parts, None) if complete else self.without_absent(parts, mean)
 
-    def without_absent(self, parts: list[Tensor | None], chunk: Tensor) -> tuple[list[Tensor | None], HostCopy | None]:
+    def without_absent(self, parts: Parts, chunk: Tensor) -> tuple[Parts, HostCopy | None]:
         """`parts` of a reduced chunk, None where no rank had a gradient.
 
         On a device the host does not wait to know which are: all parts are returned, and the flags that say which of
         them some rank had."""
         start = self.layout.grad_present_offset
-        present = chunk[start : start + self._all_present]
-        if self.device.type != "cpu":
+        present = chunk[start : start + len(parts)]
+        if self.group.device.type != "cpu":
             return parts, HostCopy(present)
         return [part if there else None for part, there in zip(parts, present.tolist(), strict=True)], None
 
 
-def sum_in_order(chunks: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    """The sum of two or more `chunks` (n,), added in their order in `dtype`."""
+def sum_in_order(chunks: Sequence[Tensor], dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
+    """The sum of two or more `chunks` (n,), added in their order in `dtype`; into `out` if given."""
     if chunks[0].dtype is dtype:
-        total = torch.add(chunks[0], chunks[1])
+        total = torch.add(chunks[0], chunks[1], out=out)
         later = chunks[2:]
     else:
-        total = chunks[0].to(dtype)
+        total = chunks[0].to(dtype) if out is None else out.copy_(chunks[0])
         later = chunks[1:]
     for chunk in later:
         total.add_(chunk)
     return total
-
-
-class BothEnds(FirstStage):
-    """A message with a send and a receive buffer of the pool."""
-
-    def __init__(self, pool: BufferPool, work: Work, send: Slot, receive: Slot) -> None:
-        self._pool = pool
-        self._work = work
-        self._send = send
-        self._receive = receive
-
-    @property
-    def held_nbytes(self) -> int:
-        return self._send.tensor.nbytes + self._receive.tensor.nbytes
-
-    def abandon(self) -> None:
-        drain(self._work)
-        self.give_back()
-
-    def give_back(self) -> None:
-        """Return both buffers to the pool, once the message completed."""
-        self._pool.give(self._send)
-        self._pool.give(self._receive)

@@ -18,9 +18,9 @@ from ..comm import (
     ExtensionGather,
     GatherChannel,
     HostLink,
+    Landing,
     Links,
     OffloadedGather,
-    OffloadedReduce,
     PlannedGather,
     ReduceChannel,
     ShardGroup,
@@ -94,7 +94,9 @@ class Channels(NamedTuple):
             strategy=self.strategy,
             controls=self.controls,
         )
-        return channel if self.host_link is None else OffloadedReduce(channel, self.host_link)
+        if self.host_link is not None:
+            channel.land = Landing(self.host_link)
+        return channel
 
 
 # ---- secondary shards ------------------------------------------------------------------------------------------------
