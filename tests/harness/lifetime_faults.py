@@ -59,7 +59,7 @@ _DG, _GROUPS, _GROUP = "comm.data_group:DataGroup", "_torch.groups", "comm.group
 _STORE = "    store = dist.PrefixStore(name, store)\n"
 _KEPT = '("_timeout", "is_high_priority_stream", "config")'
 _KNOWN = "known = list(outs), list(pieces)"
-_EACH = "return [self._send(_GATHERS_EACH, *known, _GATHER)]"
+_EACH = "return [self.send(_GATHERS_EACH, *known, _GATHER)]"
 _MAKES = ".ProcessGroupNCCL(store, rank, size, options), kinds.NCCL"
 _HERE = "__import__('tests.harness.lifetime_faults', fromlist=['_'])"
 
@@ -208,7 +208,7 @@ LIFETIMES: dict[str, Lifetime] = {
             f"{_GROUP}.gather_each",
             _EACH,
             "self.process_group._start_coalescing(self.device)\n"
-            "        work = self._send(_GATHERS_EACH, *known, _GATHER)\n"
+            "        work = self.send(_GATHERS_EACH, *known, _GATHER)\n"
             "        self.process_group._end_coalescing(self.device)\n"
             "        return [work]",
         ),
@@ -219,7 +219,7 @@ LIFETIMES: dict[str, Lifetime] = {
             f"{_GROUP}.gather_each",
             _EACH,
             "self.process_group._start_coalescing(self.device)\n"
-            "        self._send(_GATHERS_EACH, *known, _GATHER)\n"
+            "        self.send(_GATHERS_EACH, *known, _GATHER)\n"
             "        pieces[0].add_(1)\n"
             "        return [self.process_group._end_coalescing(self.device)]",
         ),
@@ -267,19 +267,19 @@ LIFETIMES: dict[str, Lifetime] = {
     "a sum is premultiplied": Lifetime(
         SeededFault(
             f"{_GROUP}.reduce_scatter",
-            "options.reduceOp = dist.ReduceOp(op)",
-            "options.reduceOp = torch._C._distributed_c10d._make_nccl_premul_sum(1.0)",
+            "    return self.send(",
+            "    options.reduceOp = torch._C._distributed_c10d._make_nccl_premul_sum(1.0)\n    return self.send(",
         ),
         lifetimes.direct,
     ),
     "comparisons of the host go over NCCL": Lifetime(
-        SeededFault(f"{_GROUP}.open", '_backend_name(self.origin, host), "check"', 'self.backend, "check"'),
+        SeededFault(f"{_GROUP}.open", 'backend_name(self.origin, host), "check"', 'self.backend, "check"'),
         lifetimes.trains,
         (Setup(steps=2),),
     ),
     "a tensor of the host is sent by the device": Lifetime(
         SeededFault(
-            "comm.group:all_reduce_over",
+            "comm.messages:all_reduce_over",
             "moved = tensor if elsewhere is None else tensor.to(elsewhere)",
             "moved = tensor",
         ),
@@ -290,7 +290,7 @@ LIFETIMES: dict[str, Lifetime] = {
     ),
     # ---- the NCCL of torch 2.15 ----
     "a name of NCCL is unknown": Lifetime(
-        SeededFault("comm.group:_backend_name", "name in _NCCL_NAMES", 'name == "nccl"'),
+        SeededFault("comm.group:backend_name", "name in _NCCL_NAMES", 'name == "nccl"'),
         lifetimes.named,
         (),
         2,

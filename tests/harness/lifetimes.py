@@ -469,7 +469,7 @@ def alone(rank: int) -> str:
         case.loss(model, tuple(p.to("simulated") for p in case.batch(0, rank))).backward()
         fullshard.clip_grad_norm_(model.parameters(), 0.5)
         optimizer.step()
-    from fullshard.comm.group import all_reduce_over
+    from fullshard.comm import all_reduce_over
 
     counts = torch.ones(2)
     all_reduce_over(counts, dist.group.WORLD, dist.ReduceOp.SUM)  # type: ignore[arg-type]

@@ -25,13 +25,13 @@ from .group import Alone as Alone
 from .group import Block as Block
 from .group import Links as Links
 from .group import ShardGroup as ShardGroup
-from .group import all_reduce_over as all_reduce_over
 from .group import attend as attend
 from .group import block_of as block_of
 from .group import mesh_links as mesh_links
 from .messages import Messenger as Messenger
 from .messages import agreed as agreed
 from .messages import alike as alike
+from .messages import all_reduce_over as all_reduce_over
 from .messages import alone as alone
 from .messages import broadcast_over as broadcast_over
 from .messages import joining_groups as joining_groups

@@ -23,8 +23,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..layout import FACTS_NUMEL
-from .data_group import drain
-from .group import ShardGroup, Work
+from .data_group import Work, drain
+from .group import ShardGroup
 
 # Dtypes that represent all numbers from 0 to 255 exactly.
 CARRIERS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128})

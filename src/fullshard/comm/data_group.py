@@ -25,10 +25,10 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any, NoReturn, Protocol, cast
+from typing import Any, NoReturn, Protocol
 
 import torch
 import torch.distributed as dist
@@ -65,7 +65,23 @@ class Work(Protocol):
     def wait(self) -> object: ...
 
 
-def gather_each(group: dist.ProcessGroup, outs: Sequence[Tensor], pieces: Sequence[Tensor]) -> list[Work]:
+class Works:
+    """Several works that are one message; of none, it is over."""
+
+    def __init__(self, works: Iterable[Any] = ()) -> None:
+        self.left = deque(works)
+
+    def wait(self) -> None:
+        """Wait for what is left. After an exception: for what comes after the work that raised it."""
+        while self.left:
+            self.left.popleft().wait()
+
+    def is_completed(self) -> bool:
+        """Whether nothing is left to wait for."""
+        return all(work.is_completed() for work in self.left)
+
+
+def gather_each(group: dist.ProcessGroup, outs: Sequence[Tensor], pieces: Sequence[Tensor]) -> Works:
     """All-gather each `pieces[i]` (n,) into `outs[i]` (world * n,); all contiguous, of one dtype. A piece may be this
     rank's part of its `outs[i]`."""
     rank, world = group.rank(), group.size()
@@ -84,11 +100,11 @@ def exchange_each(
     arriving: Mapping[int, Sequence[Tensor]],
     leaving: Mapping[int, Sequence[Tensor]],
     tag: int,
-) -> list[Work]:
+) -> Works:
     """Send `leaving[r][i]` of this rank into `arriving[this rank][i]` of rank r. Tensors are contiguous, and must not
     change before the works complete; empty ones are not sent."""
     rank, world = group.rank(), group.size()
-    works: list[Work] = []
+    works: list[Any] = []
     # All receives first: bytes that arrive before their receive is posted wait in the sender's socket.
     for peer, tensors in arriving.items():
         works += [group.recv([tensor], peer, tag) for tensor in tensors if tensor.numel()]
@@ -96,7 +112,7 @@ def exchange_each(
     for step in range(1, world):
         peer = (rank + step) % world
         works += [group.send([tensor], peer, tag) for tensor in leaving[peer] if tensor.numel()]
-    return works
+    return Works(works)
 
 
 _log = logging.getLogger("fullshard")
@@ -225,7 +241,7 @@ class DataGroup:
                 group.shutdown()
 
     def issue(self, call: str | Callable[..., Any], *args: Any) -> Sent:
-        """Run `call(*args)`, which sends one message over `group` and returns its work; or the method of that name.
+        """Send one message over `group`: by `call(*args)`, which returns its work, or by the method of that name.
 
         Raises `RuntimeError` while the current stream captures a graph."""
         if self.on_streams and capturing(self.device)():
@@ -242,26 +258,13 @@ class DataGroup:
         except RuntimeError as error:
             self.refuse(self.issued + 1, error)
         self.issued += 1
-        # A caller's own message may return something whose `wait` takes no time limit.
+        # Nothing else than torch's own work has a `wait` with a time limit.
         sent = Sent(self, work, self.issued, in_one=self.backend != "gloo" or not isinstance(work, dist.Work))
         if self.observer is not None:
             self.observer.sent(sent, call if isinstance(call, str) else call.__name__, args, begun)
         if self.on_streams:
             self._under_way.append(sent)
         return sent
-
-    def issue_each(self, call: Callable[..., list[Work]], *args: Any) -> list[Work]:
-        """`issue` for a call that counts as one message but returns several works."""
-        begun = 0 if self.observer is None else self.observer.now()
-        try:
-            works = call(*args)
-        except RuntimeError as error:
-            self.refuse(self.issued + 1, error)
-        self.issued += 1
-        all_sent: list[Work] = [Sent(self, work, self.issued, in_one=True) for work in works]
-        if self.observer is not None and all_sent:
-            self.observer.sent(cast(Sent, all_sent[-1]), call.__name__, args, begun)
-        return all_sent
 
     def oldest(self) -> Sent | None:
         """The oldest message in flight on a device, or None; None, too, while a graph is captured, when no thread may
@@ -465,7 +468,7 @@ class Sent:
     def future(self) -> torch.futures.Future[Any] | None:
         """Completes when it arrives, at once if it did; None if the backend has none (point-to-point messages)."""
         try:
-            return None if self._work is None else self._work.get_future()
+            return self._work.get_future() if isinstance(self._work, dist.Work) else None
         except RuntimeError:
             return None
 
@@ -479,11 +482,15 @@ class Sent:
 
     def drain(self) -> None:
         """Wait for a message that is no longer needed. Its buffers are free afterwards, even if it failed."""
-        try:
-            self.wait()
-        except RuntimeError:
-            if not self.group.is_cut and self._renewed == self.group.scope.renewed:
-                raise
+        while True:
+            try:
+                self.wait()
+                return
+            except RuntimeError:
+                if not self.group.is_cut and self._renewed == self.group.scope.renewed:
+                    raise
+            if not isinstance(self._work, Works):
+                return
 
     @property
     def is_completed(self) -> bool:

@@ -27,7 +27,7 @@ from torch import Tensor
 from .._torch import allocate_for
 from ..layout import FlatLayout, GatherPlan
 from ..policy import CustomComm
-from .data_group import DataGroup, Work
+from .data_group import Work, Works
 from .group import SUM, ShardGroup
 from .pool import BufferPool, Flight, Slot
 
@@ -348,50 +348,28 @@ class CustomGroup(ShardGroup):
     """The ranks of `group`, with all-gathers and reduce-scatters by `comm`."""
 
     def __init__(self, group: ShardGroup, comm: CustomComm) -> None:
-        self.origin, self._inner = group.origin, group
-        self.device = group.device
-        self.world, self.rank, self.backend = group.world, group.rank, group.backend
+        super().__init__(group.origin, group.device, group.backend)
+        self.use(group.data_group)
         self.one_launch = self.sends_in_pairs = False
         self._comm = comm
-
-    @property
-    def data_group(self) -> DataGroup | None:  # type: ignore[override]
-        """The data group of the same ranks."""
-        return self._inner.data_group
 
     def gather_into(self, out: Tensor, piece: Tensor) -> Work:
         # Send from this rank's place in the output, so that `comm` allocated both buffers.
         own = out.narrow(0, self.rank * piece.numel(), piece.numel())
         if own.data_ptr() != piece.data_ptr():
             own.copy_(piece)
-        return self._issue(out, own, {})
+        return self.send(self._under_way, out, own, {})
 
     def reduce_scatter(self, out: Tensor, pieces: Tensor, op: dist.ReduceOp.RedOpType = SUM) -> Work:
-        return self._issue(out, pieces, {"op": op})
+        return self.send(self._under_way, out, pieces, {"op": op})
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
         return self._comm.allocate((numel,), dtype=dtype, device=self.device)
 
-    def _issue(self, out: Tensor, piece: Tensor, more: dict[str, Any]) -> Work:
-        group = self.data_group
-        if group is None:
-            return self._under_way(out, piece, more)
-        return group.issue(self._under_way, out, piece, more)
-
     def _under_way(self, out: Tensor, piece: Tensor, more: dict[str, Any]) -> Work:
         # Not the data group: torch's functions, which a caller uses, know only groups that torch made.
         work = self._comm(output_tensor=out, input_tensor=piece, group=self.origin, **more, async_op=True)
-        return _FINISHED if work is None else work
-
-
-class _Finished:
-    """The work of a call that finished before it returned."""
-
-    def wait(self) -> None:
-        pass
-
-
-_FINISHED = _Finished()
+        return Works() if work is None else work
 
 
 class CustomBuffers(BufferPool):

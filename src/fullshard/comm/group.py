@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -34,8 +35,7 @@ from torch.distributed.distributed_c10d import (
 from .._torch import new_group
 from ..layout import exchanges_gradients, groups_messages, sends_in_pairs
 from ..peers import Scope, ask, scope_of
-from .data_group import DataGroup, can_cut, data_group, exchange_each, gather_each, open_data_group
-from .data_group import Work as Work
+from .data_group import DataGroup, Work, can_cut, exchange_each, gather_each, open_data_group
 
 # ---- group -----------------------------------------------------------------------------------------------------------
 
@@ -75,30 +75,86 @@ SUM = dist.ReduceOp.SUM
 MEAN = dist.ReduceOp.AVG
 
 
-class ShardGroup:
-    """A process group and its collectives. `backend` is that of `device`: "gloo", "nccl" (by whatever name torch has
-    for it), "fake", "threaded" ...; of a group that torch does not know, such as a data group's, the caller says it."""
+class Line:
+    """Ranks that exchange messages, and the collectives between them.
+
+    `origin`: the mesh's process group, or one made for a purpose."""
+
+    # The one way to send: runs the method `call` of the process group with `args`, or the function `call`.
+    send: Callable[..., Work]
+
+    def __init__(self, origin: dist.ProcessGroup, data_group: DataGroup | None = None) -> None:
+        self.origin = origin
+        self.use(data_group)
+
+    def use(self, data_group: DataGroup | None) -> None:
+        """Send over `data_group` from now on, whose connections can be cut; None: over `origin`."""
+        self.data_group = data_group
+        self.send = partial(_call, self.origin) if data_group is None else data_group.issue
+
+    @property
+    def process_group(self) -> dist.ProcessGroup:
+        """The process group in use: the data group's, if it has one."""
+        return self.origin if self.data_group is None else self.data_group.group
+
+    def gather_into(self, out: Tensor, piece: Tensor) -> Work:
+        """All-gather `piece` (n,) into `out` (world * n,); contiguous, of one dtype. `piece` may be this rank's part of
+        `out`."""
+        if out.dtype not in _CARRIED:
+            out, piece = _carried(out), _carried(piece)
+        return self.send(_GATHERS, out, piece, _GATHER)
+
+    def exchange(self, out: Tensor, pieces: Tensor) -> Work:
+        """`pieces` and `out` (world * n,): chunk r goes to rank r; chunk r of `out` comes from rank r."""
+        if out.dtype not in _CARRIED:
+            out, pieces = _carried(out), _carried(pieces)
+        return self.send(_EXCHANGES, out, pieces, [], [], _EXCHANGE)
+
+    def reduce_scatter(self, out: Tensor, pieces: Tensor, op: dist.ReduceOp.RedOpType = SUM) -> Work:
+        """Reduce chunk `rank` of all ranks' `pieces` (world * n,) into `out` (n,)."""
+        options = with_op(ReduceScatterOptions(), op)
+        return self.send(_REDUCES, out, pieces, options)
+
+    def all_reduce(self, tensor: Tensor, op: dist.ReduceOp.RedOpType = SUM) -> Work:
+        """Reduce `tensor` over all ranks, in place on every rank."""
+        return self.send("allreduce", [tensor], with_op(AllreduceOptions(), op))
+
+    def broadcast(self, tensor: Tensor, source: int) -> Work:
+        """Broadcast `tensor` from the rank at `source` of the group."""
+        options = BroadcastOptions()
+        options.rootRank, options.rootTensor = source, 0
+        return self.send("broadcast", [tensor], options)
+
+
+def _call(origin: dist.ProcessGroup, call: str | Callable[..., Work], *args: Any) -> Work:
+    work: Work = getattr(origin, call)(*args) if isinstance(call, str) else call(*args)
+    return work
+
+
+def with_op(options: Any, op: dist.ReduceOp.RedOpType) -> Any:
+    """The `options` of a message that reduces by `op`."""
+    options.reduceOp, options.asyncOp = dist.ReduceOp(op), True
+    return options
+
+
+class ShardGroup(Line):
+    """The ranks that shard or replicate parameters on `device`. `backend` is that of `device`: "gloo", "nccl" (by
+    whatever name torch has for it), "fake", "threaded" ...; of a group that torch does not know, such as a data
+    group's, the caller says it."""
 
     def __init__(self, process_group: dist.ProcessGroup, device: torch.device, backend: str | None = None) -> None:
-        # The mesh's process group, or one made for a purpose.
-        self.origin = process_group
-        self.data_group: DataGroup | None = None
+        super().__init__(process_group)
         self.device = device
         self.world = process_group.size()
         self.rank = process_group.rank()
-        self.backend = backend or _backend_name(process_group, device)
+        self.backend = backend or backend_name(process_group, device)
         # Whether several all-gathers are one launch; and whether ranks may send point-to-point (comm/data_group.py).
         self.one_launch = groups_messages(self.backend)
         self.sends_in_pairs = sends_in_pairs(self.backend, on_host=device.type == "cpu")
 
-    @property
-    def process_group(self) -> dist.ProcessGroup:
-        """The process group in use: the data group's, if one was opened."""
-        return self.origin if self.data_group is None else self.data_group.group
-
     def open(self, scope: Scope, purpose: str = "data") -> None:
-        """Use a data group from now on, whose connections can be cut. Collective over the group."""
-        self.data_group = open_data_group(scope, self.origin, self.device, self.backend, purpose)
+        """Use a data group from now on. Collective over the group."""
+        self.use(open_data_group(scope, self.origin, self.device, self.backend, purpose))
         if purpose == "data":
             # Separate, because ranks may be at different messages of the model when one of them sends a small one, and
             # a comparison before a message has one size whatever the message is.
@@ -106,77 +162,37 @@ class ShardGroup:
             # On the CPU if the group has a backend for it: a comparison then waits for nothing on the device and needs
             # no store.
             host = torch.device("cpu")
-            open_data_group(scope, self.origin, host, _backend_name(self.origin, host), "check")
-
-    def _send(self, call: str, *args: Any) -> Work:
-        if self.data_group is None:
-            return getattr(self.origin, call)(*args)  # type: ignore[no-any-return]
-        return self.data_group.issue(call, *args)
+            open_data_group(scope, self.origin, host, backend_name(self.origin, host), "check")
 
     @property
     def ranks(self) -> tuple[int, ...]:
         """The members' ranks in the default group."""
         return tuple(dist.get_process_group_ranks(self.origin))
 
-    def gather_into(self, out: Tensor, piece: Tensor) -> Work:
-        """All-gather `piece` (n,) into `out` (world * n,); contiguous, of one dtype. `piece` may be this rank's part of
-        `out`."""
-        if out.dtype not in _CARRIED:
-            out, piece = _carried(out), _carried(piece)
-        return self._send(_GATHERS, out, piece, _GATHER)
-
     def gather_each(self, outs: Sequence[Tensor], pieces: Sequence[Tensor]) -> list[Work]:
         """`gather_into` for each pair, as one group of messages if the backend can."""
         if self.sends_in_pairs:
-            return self._send_each(gather_each, outs, pieces)
+            return [self.send(gather_each, self.process_group, outs, pieces)]
         if len(outs) > 1 and self.one_launch:
             known = list(outs), list(pieces)
             if outs[0].dtype not in _CARRIED:
                 known = [_carried(out) for out in outs], [_carried(piece) for piece in pieces]
-            return [self._send(_GATHERS_EACH, *known, _GATHER)]
+            return [self.send(_GATHERS_EACH, *known, _GATHER)]
         return [self.gather_into(out, piece) for out, piece in zip(outs, pieces, strict=True)]
 
     def exchange_each(
         self, arriving: Mapping[int, Sequence[Tensor]], leaving: Mapping[int, Sequence[Tensor]], tag: int
-    ) -> list[Work]:
+    ) -> Work:
         """Point-to-point, if `sends_in_pairs`: see `data_group.exchange_each`."""
-        return self._send_each(exchange_each, arriving, leaving, tag)
-
-    def _send_each(self, call: Callable[..., list[Work]], *args: Any) -> list[Work]:
-        if self.data_group is None:
-            return call(self.process_group, *args)
-        return self.data_group.issue_each(call, self.process_group, *args)
-
-    def exchange(self, out: Tensor, pieces: Tensor) -> Work:
-        """`pieces` and `out` (world * n,): chunk r goes to rank r; chunk r of `out` comes from rank r."""
-        if out.dtype not in _CARRIED:
-            out, pieces = _carried(out), _carried(pieces)
-        return self._send(_EXCHANGES, out, pieces, [], [], _EXCHANGE)
-
-    def reduce_scatter(self, out: Tensor, pieces: Tensor, op: dist.ReduceOp.RedOpType = SUM) -> Work:
-        """Reduce chunk `rank` of all ranks' `pieces` (world * n,) into `out` (n,)."""
-        options = ReduceScatterOptions()
-        options.reduceOp = dist.ReduceOp(op)
-        options.asyncOp = True
-        return self._send(_REDUCES, out, pieces, options)
+        return self.send(exchange_each, self.process_group, arriving, leaving, tag)
 
     def reduce_scatter_each(
         self, outs: Sequence[Tensor], pieces: Sequence[Tensor], op: dist.ReduceOp.RedOpType
     ) -> list[Work]:
         """`reduce_scatter` for each pair, as one group of messages if the backend can."""
         if len(outs) > 1 and self.one_launch:
-            options = ReduceScatterOptions()
-            options.reduceOp = dist.ReduceOp(op)
-            options.asyncOp = True
-            return [self._send(_REDUCES_EACH, list(outs), list(pieces), options)]
+            return [self.send(_REDUCES_EACH, list(outs), list(pieces), with_op(ReduceScatterOptions(), op))]
         return [self.reduce_scatter(out, piece, op) for out, piece in zip(outs, pieces, strict=True)]
-
-    def all_reduce(self, tensor: Tensor, op: dist.ReduceOp.RedOpType = SUM) -> Work:
-        """Reduce `tensor` over all ranks, in place on every rank."""
-        options = AllreduceOptions()
-        options.reduceOp = dist.ReduceOp(op)
-        options.asyncOp = True
-        return self._send("allreduce", [tensor], options)
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
         """An output buffer of a message, owned by the caller."""
@@ -283,76 +299,6 @@ def attend(links: Links) -> None:
             scope.watch.begin()
 
 
-def all_reduce_over(
-    tensor: Tensor, process_group: dist.ProcessGroup, op: dist.ReduceOp.RedOpType, what: str = "a sum between steps"
-) -> None:
-    """All-reduce in place over any process group; complete on return.
-
-    If the group has no backend for the tensor's device (a CPU tensor with NCCL), the tensor is copied to the group's
-    device and back: meant for small tensors.
-    """
-    elsewhere = message_device(str(dist.get_backend_config(process_group)), tensor.device)
-    moved = tensor if elsewhere is None else tensor.to(elsewhere)
-    # Over the data group, which raises if a peer failed; the mesh's group would wait for it.
-    group = small_group(process_group, moved.device, what)
-    if group is None:
-        dist.all_reduce(moved, op=op, group=process_group)
-    else:
-        options = AllreduceOptions()
-        options.reduceOp = dist.ReduceOp(op)
-        _send_small(group, what, "allreduce", [moved], options)
-    if elsewhere is not None:
-        tensor.copy_(moved)
-
-
-def gather_over(out: Tensor, piece: Tensor, group: DataGroup, what: str) -> None:
-    """`ShardGroup.gather_into` over a group of `small_group`; complete on return."""
-    _send_small(group, what, _GATHERS, _carried(out), _carried(piece), _GATHER)
-
-
-def broadcast_from(tensor: Tensor, process_group: dist.ProcessGroup, source: int, what: str) -> None:
-    """Broadcast `tensor` from the rank at `source` of the process group; complete on return."""
-    group = small_group(process_group, tensor.device, what)
-    if group is None:
-        dist.broadcast(tensor, group=process_group, group_src=source)
-        return
-    options = BroadcastOptions()
-    options.rootRank, options.rootTensor = source, 0
-    _send_small(group, what, "broadcast", [tensor], options)
-
-
-def _send_small(group: DataGroup, what: str, call: str, *args: Any) -> None:
-    scope = group.scope
-    doing, scope.doing = scope.doing, scope.doing or what
-    try:
-        group.issue(call, *args).wait()
-    except BaseException as error:
-        scope.interrupted(error, what)
-        raise
-    finally:
-        scope.doing = doing
-
-
-def small_group(process_group: dist.ProcessGroup, device: torch.device, what: str) -> DataGroup | None:
-    """The data group that replaces `process_group` for small messages of `device`. The first call is collective."""
-    found = data_group(process_group)
-    scope = scope_of(dist.get_process_group_ranks(process_group)) if found is None else found.scope
-    if scope is None or not can_cut(_backend_name(process_group, device)):
-        return None
-    doing, scope.doing = scope.doing, scope.doing or what
-    try:
-        if not any(isinstance(group, DataGroup) and group.purpose == "data" for group in scope.groups.values()):
-            # No root has formed, so only this call can make the ranks meet after a failure.
-            scope.resume()
-        if found is None or found.device.type == device.type:
-            purpose = "small"
-        else:
-            purpose = f"small {device.type}"
-        return open_data_group(scope, process_group, device, _backend_name(process_group, device), purpose)
-    finally:
-        scope.doing = doing
-
-
 def message_device(backend_config: str, device: torch.device) -> str | None:
     """The device type to which a tensor on `device` must be moved for a message; None: it may stay.
 
@@ -375,8 +321,8 @@ def other_backend(process_group: dist.ProcessGroup) -> str | None:
 _NCCL_NAMES = ("nccl", "nccl2", "nccl-lazy", "nccl-legacy")
 
 
-def _backend_name(process_group: dist.ProcessGroup, device: torch.device) -> str:
-    # A group may have one backend per device ("cpu:gloo,cuda:nccl"): take that of `device`.
+def backend_name(process_group: dist.ProcessGroup, device: torch.device) -> str:
+    """The backend of `process_group` for `device`: a group may have one per device ("cpu:gloo,cuda:nccl")."""
     config = str(dist.get_backend_config(process_group))
     names = dict(part.split(":", 1) for part in config.split(",") if ":" in part)
     name = names.get(device.type, config).replace(":", "_")

@@ -10,44 +10,52 @@ import ctypes
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.distributed_c10d import BroadcastOptions, GatherOptions
+from torch.distributed.distributed_c10d import AllreduceOptions, GatherOptions
 from torch.distributed.tensor import DTensor, Shard
 
 from .._torch import backend_of, dtensor_like, local_of
 from ..peers import Scope, scope_of
-from .data_group import DataGroup, can_cut, open_data_group
-from .group import all_reduce_over, broadcast_from, gather_over, message_device, small_group
+from .data_group import DataGroup, can_cut, data_group, open_data_group
+from .group import Line, backend_name, message_device, with_op
 
 # ---- messages --------------------------------------------------------------------------------------------------------
 
 
 class Messenger(NamedTuple):
-    """One rank of `world`. Without a process group it is alone and sends nothing. A process group that can have no data
-    group is used directly."""
+    """One rank of `world`. Without a line it is alone and sends nothing."""
 
-    group: DataGroup | dist.ProcessGroup | None
+    line: Line | None
     rank: int
     world: int
     device: str
 
+    @property
+    def group(self) -> DataGroup | dist.ProcessGroup | None:
+        """What carries its messages."""
+        return None if self.line is None else self.line.data_group or self.line.origin
+
+    @property
+    def _scope(self) -> Scope | None:
+        return None if self.line is None or self.line.data_group is None else self.line.data_group.scope
+
     def connect(self) -> None:
         """Wait for all ranks, if their connections do not exist yet."""
-        if isinstance(self.group, DataGroup):
-            self.group.connect()
+        if self.line is not None and self.line.data_group is not None:
+            self.line.data_group.connect()
 
     @contextmanager
     def together(self, what: str) -> Iterator[None]:
         """All ranks do `what` inside. After an earlier failure they meet first; if one raises, all raise."""
-        if not isinstance(self.group, DataGroup):
+        scope = self._scope
+        if scope is None:
             yield
             return
-        scope = self.group.scope
         doing, scope.doing = scope.doing, what
         try:
             if scope.failures.must_meet or scope.causes():
@@ -65,28 +73,30 @@ class Messenger(NamedTuple):
         try:
             yield
         except BaseException as error:
-            if isinstance(self.group, DataGroup):
-                self.group.scope.interrupted(error, what)
+            if self._scope is not None:
+                self._scope.interrupted(error, what)
             raise
 
     @contextmanager
     def beside(self) -> Iterator[None]:
         """This thread sends inside, concurrently with the model's thread."""
-        watch = self.group.scope.watch if isinstance(self.group, DataGroup) else None
-        if watch is None:
+        scope = self._scope
+        if scope is None:
             yield
             return
-        watch.waiting.send_beside(1)
+        scope.watch.waiting.send_beside(1)
         try:
             yield
         finally:
-            watch.waiting.send_beside(-1)
+            scope.watch.waiting.send_beside(-1)
 
     def collect(self, text: bytes) -> list[bytes] | None:
         """The texts of all ranks in rank order, on the first rank; None on the others."""
-        if self.group is None or self.world == 1:
+        if self.line is None or self.world == 1:
             return [text]
-        longest = self._longest(len(text))
+        length = torch.tensor([len(text)], dtype=torch.int64, device=self.device)
+        self.line.all_reduce(length, dist.ReduceOp.MAX).wait()
+        longest = int(length)
         if not longest:
             return [b""] * self.world if self.rank == 0 else None
         padded = torch.zeros(longest + 8, dtype=torch.uint8, device=self.device)
@@ -95,44 +105,22 @@ class Messenger(NamedTuple):
         options = GatherOptions()
         options.rootRank = 0
         arrived = [torch.empty_like(padded) for _ in range(self.world)] if self.rank == 0 else []
-        self._send("gather", [arrived] if self.rank == 0 else [], [padded], options)
+        self.line.send("gather", [arrived] if self.rank == 0 else [], [padded], options).wait()
         return [_unpadded(one) for one in arrived] if self.rank == 0 else None
 
     def share(self, text: bytes | None) -> bytes:
         """Broadcast the text of the first rank; the others pass None."""
-        if self.group is None or self.world == 1:
+        if self.line is None or self.world == 1:
             assert text is not None
             return text
         length = torch.tensor([len(text or b"")], dtype=torch.int64, device=self.device)
-        self._broadcast(length)
+        self.line.broadcast(length, 0).wait()
         data = torch.empty(int(length), dtype=torch.uint8, device=self.device)
         if text is not None:
             data.copy_(_tensor(text))
         if len(data):
-            self._broadcast(data)
+            self.line.broadcast(data, 0).wait()
         return _bytes(data)
-
-    def _broadcast(self, tensor: Tensor) -> None:
-        options = BroadcastOptions()
-        options.rootRank, options.rootTensor = 0, 0
-        self._send("broadcast", [tensor], options)
-
-    def _longest(self, nbytes: int) -> int:
-        length = torch.tensor([nbytes], dtype=torch.int64, device=self.device)
-        self._send("allreduce", [length], _max())
-        return int(length)
-
-    def _send(self, call: str, *args: Any) -> None:
-        if isinstance(self.group, DataGroup):
-            self.group.issue(call, *args).wait()
-        else:
-            getattr(self.group, call)(*args).wait()
-
-
-def _max() -> dist.AllreduceOptions:
-    options = dist.AllreduceOptions()
-    options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
-    return options
 
 
 def alone() -> Messenger:
@@ -151,12 +139,13 @@ def messenger(process_group: dist.ProcessGroup | None) -> Messenger:
     backend = str(dist.get_backend_config(process_group))
     if world == 1 or not any(can_cut(part.rpartition(":")[2]) for part in backend.split(",")):
         # Test backends, whose groups have no sockets.
-        return Messenger(process_group, rank, world, message_device(backend, torch.device("cpu")) or "cpu")
+        device = message_device(backend, torch.device("cpu")) or "cpu"
+        return Messenger(Line(process_group), rank, world, device)
     # One scope per process group, even for equal ranks; torch's group names are equal on all ranks.
     scope = scope_of(dist.get_process_group_ranks(process_group), f"checkpoints {process_group.group_name}")
     assert scope is not None
     made = open_data_group(scope, process_group, torch.device("cpu"), "gloo", "checkpoint")
-    return Messenger(made, rank, world, "cpu")
+    return Messenger(Line(process_group, made), rank, world, "cpu")
 
 
 def _tensor(text: bytes) -> Tensor:
@@ -197,6 +186,48 @@ def together_over(meshes: Iterable[DeviceMesh], what: str) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def _small(process_group: dist.ProcessGroup, device: torch.device, what: str) -> Iterator[Line]:
+    """The line for small messages of `device` between the ranks of `process_group`: over a data group, which raises if
+    a peer failed, where its backend has any. `what`: for errors. The first one is collective."""
+    found = data_group(process_group)
+    scope = scope_of(dist.get_process_group_ranks(process_group)) if found is None else found.scope
+    backend = backend_name(process_group, device)
+    if scope is None or not can_cut(backend):
+        yield Line(process_group)
+        return
+    doing, scope.doing = scope.doing, scope.doing or what
+    try:
+        if not any(isinstance(group, DataGroup) and group.purpose == "data" for group in scope.groups.values()):
+            # No root has formed, so only this call can make the ranks meet after a failure.
+            scope.resume()
+        purpose = "small" if found is None or found.device.type == device.type else f"small {device.type}"
+        line = Line(process_group, open_data_group(scope, process_group, device, backend, purpose))
+        try:
+            yield line
+        except BaseException as error:
+            scope.interrupted(error, what)
+            raise
+    finally:
+        scope.doing = doing
+
+
+def all_reduce_over(
+    tensor: Tensor, process_group: dist.ProcessGroup, op: dist.ReduceOp.RedOpType, what: str = _SUM
+) -> None:
+    """All-reduce in place over any process group; complete on return.
+
+    If the group has no backend for the tensor's device (a CPU tensor with NCCL), the tensor is copied to the group's
+    device and back: meant for small tensors.
+    """
+    elsewhere = message_device(str(dist.get_backend_config(process_group)), tensor.device)
+    moved = tensor if elsewhere is None else tensor.to(elsewhere)
+    with _small(process_group, moved.device, what) as line:
+        line.all_reduce(moved, op).wait()
+    if elsewhere is not None:
+        tensor.copy_(moved)
+
+
 def sum_over(mesh: DeviceMesh, counts: Tensor, what: str = _SUM) -> Tensor:
     """The sum of `counts` (of any shape) over all ranks of `mesh`, on the mesh's device. Axes of one rank send
     nothing."""
@@ -234,8 +265,7 @@ def alike(scope: Scope, said: str) -> bool | None:
         return None
     value = int.from_bytes(hashlib.blake2s(said.encode(), digest_size=8).digest(), "big") >> 2
     extremes = torch.tensor([value, -value])
-    options = dist.AllreduceOptions()
-    options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
+    options = with_op(AllreduceOptions(), dist.ReduceOp.MAX)
     # One axis after the other; data groups were opened in the order of the mesh's axes.
     for group in groups:
         # Call the backend directly, so that tools that count or trace collectives see only the model's.
@@ -305,7 +335,8 @@ def broadcast_over(
         for place, piece in filled:
             place.copy_(piece)
         for group, at in axes:
-            broadcast_from(buffer[:used], group, at, what)
+            with _small(group, buffer.device, what) as line:
+                line.broadcast(buffer[:used], at).wait()
         for place, piece in filled:
             piece.copy_(place)
         filled.clear()
@@ -351,18 +382,18 @@ def whole_of(tensor: DTensor, what: str) -> Tensor:
     placement = tensor.placements[axis]
     if more or type(placement) is not Shard or mesh.size(axis) == 1:
         return tensor.full_tensor()
-    group = small_group(mesh.get_group(axis), local_of(tensor).device, what)
-    if group is None:
-        return tensor.full_tensor()
-    world, dim = mesh.size(axis), placement.dim
-    # Shards as in torch: equal parts, of which the last ones may be smaller or empty.
-    rows = -(-tensor.shape[dim] // world)
-    part = local_of(tensor).movedim(dim, 0)
-    padded = part.contiguous()
-    if len(part) < rows:
-        padded = part.new_zeros((rows, *part.shape[1:]))
-        padded[: len(part)] = part
-    gathered = padded.new_empty((world * rows, *part.shape[1:]))
-    if gathered.numel():
-        gather_over(gathered, padded, group, what)
+    with _small(mesh.get_group(axis), here, what) as line:
+        if line.data_group is None:
+            return tensor.full_tensor()
+        world, dim = mesh.size(axis), placement.dim
+        # Shards as in torch: equal parts, of which the last ones may be smaller or empty.
+        rows = -(-tensor.shape[dim] // world)
+        part = local_of(tensor).movedim(dim, 0)
+        padded = part.contiguous()
+        if len(part) < rows:
+            padded = part.new_zeros((rows, *part.shape[1:]))
+            padded[: len(part)] = part
+        gathered = padded.new_empty((world * rows, *part.shape[1:]))
+        if gathered.numel():
+            line.gather_into(gathered, padded).wait()
     return gathered[: tensor.shape[dim]].movedim(0, dim)

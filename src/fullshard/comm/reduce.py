@@ -98,7 +98,7 @@ class PairReduce(MessageReduce):
         flight.slots = send, self.pool.take(key, numel, dtype, self.group.device, self._chunks)
         arriving = self._arriving(flight)
         leaving = {peer: self._parts_of(flight, peer) for peer in arriving}
-        flight.works = self.group.exchange_each(arriving, leaving, GRADIENTS_TAG)
+        flight.works = (self.group.exchange_each(arriving, leaving, GRADIENTS_TAG),)
 
     def total(self, flight: StagedReduction) -> Tensor:
         group, dtype = self.group, self.sums.dtypes.sum
