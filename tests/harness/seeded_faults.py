@@ -189,7 +189,7 @@ FAULTS: dict[str, SeededFault] = {
     ),
     # ---- work on another stream ----
     "gathers are issued on another stream": SeededFault(
-        "engine.executor:Executor._issue",
+        "engine.executor:Executor._unshard",
         "        channel.issue()",
         "        with side():\n            channel.issue()",
     ),
@@ -293,7 +293,7 @@ FAULTS: dict[str, SeededFault] = {
         "    unit.show_full()\n    for group in unit.groups:\n        group.memory.release()\n",
     ),
     "full parameters of one unit are freed too early": SeededFault(
-        "engine.executor:Executor._issue",
+        "engine.executor:Executor._unshard",
         "        channel.issue()\n",
         "        channel.issue()\n    if unit.record.index == 2:\n        unit.groups[0].memory.release()\n",
         _ALONE,

@@ -236,7 +236,8 @@ class PlannedGather(Flight):
             destinations = self._packed.destinations
             if destinations:
                 torch._foreach_copy_(destinations, staging.views[: len(destinations)])
-            self.release()
+            self.slots = ()
+            self.pool.give(staging)
 
     def cancel(self) -> None:
         self.abandon()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from itertools import starmap
 from typing import Any, NamedTuple
 
 import torch
@@ -182,8 +183,7 @@ class StagedReduction(Reduction):
         keep: bool,
         carried: Comparison | None,
     ) -> None:
-        super().__init__(channel)
-        self.pool, self.slots = channel.pool, (send,)
+        self._land, self.pool, self.slots = channel.land, channel.pool, (send,)
         self.carried = carried
         self._channel, self._complete, self._partials = channel, complete, partials
         replicate = channel.sums.replicate
@@ -191,6 +191,8 @@ class StagedReduction(Reduction):
         self.keeps = keep and replicate is not None
         self.has_next = replicate is not None and not keep
         self.keeps_send_buffer = channel.in_send_buffer
+        # Whether the sum is in a buffer that will be reused, so that the caller must get a copy.
+        self._reuses = channel.in_send_buffer and channel.pool.reuses
         self._total: Tensor | None = None
         self._work: Work | None = None
 
@@ -216,7 +218,8 @@ class StagedReduction(Reduction):
         if channel.divisor != 1:
             total.div_(channel.divisor)
         if not self.keeps_send_buffer:
-            self.release()
+            self.pool.give(*self.slots)
+            self.slots = self.kept = ()
         if self._partials:
             self._add_partials(total)
         self._total = total
@@ -242,7 +245,8 @@ class StagedReduction(Reduction):
             parts, self.present = self._channel.split(self._finished(total), self._complete)
         finally:  # a hook may raise
             self._total = self._work = None
-            self.release()
+            if self.slots:
+                self.release()
         return parts if self._land is None else self._land(parts)
 
     def abandon(self) -> None:
@@ -269,11 +273,6 @@ class StagedReduction(Reduction):
             flags[: len(partials)].add_(1)
         else:
             torch._foreach_add_([flags[index] for index, _ in partials], 1)
-
-    @property
-    def _reuses(self) -> bool:
-        # Then the caller must get a copy.
-        return self.keeps_send_buffer and self.pool.reuses
 
     def _kept(self, total: Tensor) -> tuple[Parts, HostCopy | None]:
         kept = total.to(self._channel.sums.dtypes.reduce, copy=self._reuses)
@@ -461,7 +460,7 @@ class MessageReduce(ReduceChannel):
     def split(self, mean: Tensor, complete: bool) -> tuple[Parts, HostCopy | None]:
         """The parameters' shards of the reduced chunk, and flags of those that some rank had; see `without_absent`.
         `complete`: this rank had all gradients, so all are present."""
-        parts: list[Tensor | None] = [mean.as_strided(shape, stride, offset) for shape, stride, offset in self.parts]
+        parts: list[Tensor | None] = list(starmap(mean.as_strided, self.parts))
         return (parts, None) if complete else self.without_absent(parts, mean)
 
     def without_absent(self, parts: Parts, chunk: Tensor) -> tuple[Parts, HostCopy | None]:

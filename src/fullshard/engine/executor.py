@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from types import TracebackType
 from typing import Protocol
 
@@ -15,7 +16,7 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from .._torch import post_accumulate_grad_hooks, profiling, with_tensor_hooks
-from ..comm import GatherChannel, HostCopy
+from ..comm import HostCopy
 from ..param import ParamGroup, ShardedParam
 from ..peers import Scope
 from ..schedule import Command, CommandChecker
@@ -120,6 +121,9 @@ class _Backward:
         self.closing.clear()
         self.carrying.clear()
         self.unresolved.clear()
+
+
+_AS_IT_IS = nullcontext()
 
 
 def _stream_of(unit: Unit) -> ModelStream | None:
@@ -266,7 +270,9 @@ class Executor:
         unit.staleness.note(unit.root.thread)
         if self.order is not None:
             self.order.unshard(unit)
-        self._issue(unit, unit.channels.gathers)
+        unit.channels.arriving = unit.channels.gathers
+        for channel in unit.channels.gathers:
+            channel.issue()
 
     def _unshard_secondary(self, unit: Unit) -> None:
         # The secondary shards stem from the last all-gather, so its noted versions stay valid. Modules show shards in
@@ -274,11 +280,8 @@ class Executor:
         unit.channels.secondary.show_shards()
         if self.order is not None:
             self.order.unshard_secondary(unit)
-        self._issue(unit, unit.channels.secondary.gathers)
-
-    def _issue(self, unit: Unit, channels: list[GatherChannel]) -> None:
-        unit.channels.arriving = channels
-        for channel in channels:
+        unit.channels.arriving = unit.channels.secondary.gathers
+        for channel in unit.channels.secondary.gathers:
             channel.issue()
 
     def _wait(self, unit: Unit) -> None:
@@ -418,18 +421,13 @@ class Executor:
     def _advance_oldest(self, flights: deque[InFlight]) -> None:
         """Wait for the oldest message of `flights`; issue the next message of its reduction, or collect the result."""
         flight = flights.popleft()
-        if flight.owner is not self and (stream := _stream_of(flight.unit)) is not None:
-            with stream.ordered():
-                self._advance(flight)
-        else:
-            self._advance(flight)
-
-    def _advance(self, flight: InFlight) -> None:
-        if flight.reduction.has_next:
-            flight.reduction.advance()
-            self._put(flight)
-        else:
-            self._collect(flight)
+        stream = None if flight.owner is self else _stream_of(flight.unit)
+        with _AS_IT_IS if stream is None else stream.ordered():
+            if flight.reduction.has_next:
+                flight.reduction.advance()
+                self._put(flight)
+            else:
+                self._collect(flight)
 
     def _collect(self, flight: InFlight) -> None:
         # Of another root, where roots share their queues.
@@ -449,7 +447,8 @@ class Executor:
             else:
                 parts = [part if there else None for part, there in zip(parts, present.flags(), strict=True)]
         flight.group.receive(flight.trainable, parts, partial=flight.reduction.keeps)
-        flight.collected(flight)
+        if flight.unit.gradients.stepper is not None:
+            flight.collected(flight)
 
     def _drop_absent(self, groups: Iterable[ParamGroup]) -> None:
         """Wait for the flags of gradients that arrived for `groups`, and drop those that no rank produced."""
