@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, cast
 
 from torch import Tensor, nn
 
-from ..comm import GroupMemoryGather, GroupMemoryScatter, ShardGroup
+from ..comm import GroupMemory, ShardGroup
 from ..engine import Unit, unit_of
 from ..engine.names import clean_name
 from ..engine.root import formed, module_units
@@ -120,9 +120,8 @@ def set_allocate_memory_from_process_group_for_comm(self: object, enable: bool) 
     """
     expect_flag("enable", enable)
     unit = _unit(self)
-    kinds = (GroupMemoryGather, GroupMemoryScatter)
     custom = [c for c in (unit.settings.controls.gather, unit.settings.controls.reduce_scatter) if c is not None]
-    others = [type(comm).__name__ for comm in custom if not isinstance(comm, kinds)]
+    others = [type(comm).__name__ for comm in custom if not isinstance(comm, GroupMemory)]
     if others:
         raise AssertionError(
             f"set_allocate_memory_from_process_group_for_comm: expected no custom messages, found {others[0]}, which "
@@ -134,7 +133,8 @@ def set_allocate_memory_from_process_group_for_comm(self: object, enable: bool) 
     groups = [group for links in unit.links for group in (links.shard, links.replicate) if group is not None]
     group = next((group for group in groups if group.world > 1), None)
     if group is not None:
-        _set(self, gather=GroupMemoryGather(group), reduce_scatter=GroupMemoryScatter(group))
+        memory = GroupMemory(group)
+        _set(self, gather=memory, reduce_scatter=memory)
 
 
 def set_communication(self: object, strategy: str, *, recurse: bool = True) -> None:

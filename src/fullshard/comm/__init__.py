@@ -17,10 +17,8 @@ from .gather import CustomBuffers as CustomBuffers
 from .gather import CustomGroup as CustomGroup
 from .gather import ExtensionGather as ExtensionGather
 from .gather import GatherChannel as GatherChannel
-from .gather import GroupMemoryGather as GroupMemoryGather
-from .gather import GroupMemoryScatter as GroupMemoryScatter
+from .gather import GroupMemory as GroupMemory
 from .gather import PlannedGather as PlannedGather
-from .gather import SharedGather as SharedGather
 from .group import Alone as Alone
 from .group import Block as Block
 from .group import Links as Links

@@ -1,7 +1,7 @@
 """All-gathers the flat local buffers of all ranks into the full parameters of one param group (see `layout.gather`).
 
     channel          when                                   messages               copies afterwards
-    SharedGather     one rank, compute dtype = storage      none                   none: full parameters are the shards
+    GatherChannel    one rank, compute dtype = storage      none                   none: full parameters are the shards
     CastGather       one rank, another compute dtype        none                   none: one cast, shards to full
     PlannedGather    otherwise                              one per direct         packed parameters only, out of the
                                                             parameter and one      staging buffer
@@ -29,7 +29,7 @@ from ..layout import FlatLayout, GatherPlan
 from ..policy import CustomComm
 from .data_group import Work, Works
 from .group import SUM, ShardGroup
-from .pool import BufferPool, Flight, Slot
+from .pool import Buffer, BufferPool, Flight
 
 # ---- gather ----------------------------------------------------------------------------------------------------------
 
@@ -45,36 +45,21 @@ class FullMemory(Protocol):
     def release(self) -> None: ...
 
 
-class GatherChannel(Protocol):
-    """All-gathers the full parameters of one group."""
+class GatherChannel:
+    """All-gathers the full parameters of one group. This one, of one rank and one dtype, moves and allocates nothing:
+    they share the memory of the shards."""
 
     def issue(self) -> None:
         """Send the local shards as they are now. The result may not be used before `complete`."""
-        ...
 
     def complete(self) -> None:
         """The full memory is allocated and holds the parameters."""
-        ...
 
     def cancel(self) -> None:
         """Wait for the issued messages and discard them; release the full memory."""
-        ...
 
 
-class SharedGather:
-    """One rank, one dtype: the full parameters share the memory of the shards. Nothing is moved or allocated."""
-
-    def issue(self) -> None:
-        pass
-
-    def complete(self) -> None:
-        pass
-
-    def cancel(self) -> None:
-        pass
-
-
-class CastGather:
+class CastGather(GatherChannel):
     """One rank, two dtypes: one kernel casts all shards into the full memory, which has the same offsets."""
 
     def __init__(self, flat: Tensor, full: FullMemory) -> None:
@@ -90,9 +75,6 @@ class CastGather:
     def complete(self) -> None:
         self._full.allocate()
         self._full.flat.copy_(self._flat)
-
-    def cancel(self) -> None:
-        pass
 
 
 class _CopyOut(NamedTuple):
@@ -171,7 +153,7 @@ class _Packed:
         return [*views, _place(staging, self._rank, self.own.numel())] if self._casts else views
 
 
-class PlannedGather(Flight):
+class PlannedGather(Flight, GatherChannel):
     """Several ranks: direct parameters into their final memory, packed ones through a staging buffer."""
 
     def __init__(
@@ -199,7 +181,7 @@ class PlannedGather(Flight):
             # The messages arrive in it. It must not be read before `complete`.
             self._full.allocate()
         if self._packed is not None:
-            self.slots = (self.pool.take(*self._packed.wanted, self._packed.views),)
+            self.buffers = (self.pool.take(*self._packed.wanted, self._packed.views),)
         if ahead is None:
             self.send()
         else:
@@ -209,7 +191,7 @@ class PlannedGather(Flight):
     def send(self) -> None:
         """Send the shards as they are now."""
         direct, packed = self._direct, self._packed
-        staging = self.slots[0] if self.slots else None
+        staging = self.buffers[0] if self.buffers else None
         leaving = None if packed is None else packed.own
         if self._casts:
             own, places = direct.own, direct.leaving
@@ -229,14 +211,14 @@ class PlannedGather(Flight):
 
     def complete(self) -> None:
         self.arrive()
-        if self._packed is not None and self.slots:
-            (staging,) = self.slots
+        if self._packed is not None and self.buffers:
+            (staging,) = self.buffers
             if not self._direct.outs:
                 self._full.allocate()
             destinations = self._packed.destinations
             if destinations:
                 torch._foreach_copy_(destinations, staging.views[: len(destinations)])
-            self.slots = ()
+            self.buffers = ()
             self.pool.give(staging)
 
     def cancel(self) -> None:
@@ -272,7 +254,7 @@ class Extension(Protocol):
         ...
 
 
-class ExtensionGather(Flight):
+class ExtensionGather(Flight, GatherChannel):
     """One message per tensor that the parameter sends; a single rank copies instead."""
 
     def __init__(self, group: ShardGroup, extension: Extension) -> None:
@@ -300,34 +282,18 @@ class ExtensionGather(Flight):
 
 
 # ---- group memory ----------------------------------------------------------------------------------------------------
-# Messages in memory that the process group allocates: NCCL registers it and avoids internal copies.
-#
-# The two objects have the interface of a caller's custom all-gather and reduce-scatter.
 
 
-class _GroupMemory:
+class GroupMemory:
+    """Messages in memory that the process group allocates: NCCL registers it and avoids internal copies.
+
+    Has the interface of a caller's custom all-gather, and with `op` that of a custom reduce-scatter."""
+
     def __init__(self, group: ShardGroup) -> None:
-        self.group = group
+        self._group = group
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return allocate_for(self.group.process_group, math.prod(size), dtype, device).view(*size)
-
-    def _registered(self, device: torch.device) -> ShardGroup:
-        """The group that registered the memory: it sends, and not the mesh's own, which the call passes."""
-        return ShardGroup(self.group.process_group, device, self.group.backend)
-
-
-class GroupMemoryGather(_GroupMemory):
-    """One all-gather."""
-
-    def __call__(
-        self, *, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool
-    ) -> Work:
-        return self._registered(output_tensor.device).gather_into(output_tensor, input_tensor)
-
-
-class GroupMemoryScatter(_GroupMemory):
-    """One reduce-scatter."""
+        return allocate_for(self._group.process_group, math.prod(size), dtype, device).view(*size)
 
     def __call__(
         self,
@@ -336,9 +302,13 @@ class GroupMemoryScatter(_GroupMemory):
         input_tensor: Tensor,
         group: dist.ProcessGroup,
         async_op: bool,
-        op: dist.ReduceOp.RedOpType = SUM,
+        op: dist.ReduceOp.RedOpType | None = None,
     ) -> Work:
-        return self._registered(output_tensor.device).reduce_scatter(output_tensor, input_tensor, op)
+        # The group that registered the memory sends, and not the mesh's own, which the call passes.
+        sends = ShardGroup(self._group.process_group, output_tensor.device, self._group.backend)
+        if op is None:
+            return sends.gather_into(output_tensor, input_tensor)
+        return sends.reduce_scatter(output_tensor, input_tensor, op)
 
 
 # ---- custom ----------------------------------------------------------------------------------------------------------
@@ -391,10 +361,10 @@ class CustomBuffers(BufferPool):
         make_views: Callable[[Tensor], list[Tensor]] | None = None,
         *,
         zeroed: bool = False,
-    ) -> Slot:
+    ) -> Buffer:
         # Zeros are asked of a pool that keeps its buffers.
         with torch.inference_mode(False):
-            slot = Slot(key, self._comm.allocate((numel,), dtype=dtype, device=device))
+            buffer = Buffer(key, self._comm.allocate((numel,), dtype=dtype, device=device))
             if make_views is not None:
-                slot.views = make_views(slot.tensor)
-        return slot
+                buffer.views = make_views(buffer.tensor)
+        return buffer

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from .._torch import capturing
 from ..layout import contiguous_stride
-from .gather import CastGather, FullMemory, PlannedGather
+from .gather import CastGather, FullMemory, GatherChannel, PlannedGather
 from .reduction import Parts
 
 Copy = Callable[[Tensor, Tensor], object]
@@ -162,7 +162,7 @@ class HostLink:
         self.round += 1
 
 
-class OffloadedGather:
+class OffloadedGather(GatherChannel):
     """An all-gather of shards on the host. They are first copied to `shard`, flat device memory that is allocated from
     `issue` to `complete`; `inner` all-gathers or casts from it."""
 

@@ -28,7 +28,7 @@ _KNOWN_KEYS = 4096
 _FREED = torch.empty(0)
 
 
-class Slot:
+class Buffer:
     """One buffer and its views. The caller of `take` owns it until `give`."""
 
     __slots__ = ("key", "step", "tensor", "views")
@@ -51,7 +51,7 @@ class BufferPool:
         self.keeps = self.reuses = keep
         self._keys: dict[Hashable, int] = {}
         self._numbers = count()
-        self._free: dict[int, list[Slot]] = {}
+        self._free: dict[int, list[Buffer]] = {}
         self._nbytes = 0
         self._step = 0
         # The roots that ended a backward in this step.
@@ -80,7 +80,7 @@ class BufferPool:
         make_views: Callable[[Tensor], list[Tensor]] | None = None,
         *,
         zeroed: bool = False,
-    ) -> Slot:
+    ) -> Buffer:
         """A buffer of `numel` elements, with the views that `make_views` makes of it; `zeroed` when it is new."""
         free = self._free.get(key)
         if free:
@@ -89,25 +89,25 @@ class BufferPool:
         if torch.is_inference_mode_enabled():
             # The first use may be an evaluation; training cannot write buffers made in inference mode.
             with torch.inference_mode(False):
-                slot = Slot(key, make(numel, dtype=dtype, device=device))
-                slot.views = [] if make_views is None else make_views(slot.tensor)
+                buffer = Buffer(key, make(numel, dtype=dtype, device=device))
+                buffer.views = [] if make_views is None else make_views(buffer.tensor)
         else:
-            slot = Slot(key, make(numel, dtype=dtype, device=device))
+            buffer = Buffer(key, make(numel, dtype=dtype, device=device))
             if make_views is not None:
-                slot.views = make_views(slot.tensor)
+                buffer.views = make_views(buffer.tensor)
         if self.keeps:
-            self._nbytes += slot.tensor.nbytes
-        return slot
+            self._nbytes += buffer.tensor.nbytes
+        return buffer
 
-    def give(self, *slots: Slot) -> None:
+    def give(self, *buffers: Buffer) -> None:
         """Return buffers; the next `take` may overwrite them. A pool that keeps nothing frees them, whoever still holds
-        the slot: a reduction does so while its replicas sum."""
-        for slot in slots:
+        one: a reduction does so while its replicas sum."""
+        for buffer in buffers:
             if self.keeps:
-                slot.step = self._step
-                self._free.setdefault(slot.key, []).append(slot)
+                buffer.step = self._step
+                self._free.setdefault(buffer.key, []).append(buffer)
             else:
-                slot.tensor, slot.views = _FREED, []
+                buffer.tensor, buffer.views = _FREED, []
 
     def end_of_backward(self, root: int) -> None:
         """`root` (its number) has reduced its gradients. When it does so again, a new step begins, and buffers unused
@@ -122,8 +122,8 @@ class BufferPool:
         oldest = self._step - _KEPT_STEPS
         # `take` pops the latest, so the oldest are in front.
         for key in [key for key, free in self._free.items() if free and free[0].step < oldest]:
-            kept = [slot for slot in self._free[key] if slot.step >= oldest]
-            self._nbytes -= sum(slot.tensor.nbytes for slot in self._free[key] if slot.step < oldest)
+            kept = [buffer for buffer in self._free[key] if buffer.step >= oldest]
+            self._nbytes -= sum(buffer.tensor.nbytes for buffer in self._free[key] if buffer.step < oldest)
             if kept:
                 self._free[key] = kept
             else:
@@ -135,7 +135,7 @@ class Flight:
 
     works: Sequence[Work] = ()
     # The buffers, all of `pool`.
-    slots: Sequence[Slot] = ()
+    buffers: Sequence[Buffer] = ()
     pool: BufferPool
     # What else is kept alive.
     kept: Sequence[Tensor] = ()
@@ -143,7 +143,7 @@ class Flight:
     @property
     def held_nbytes(self) -> int:
         """Bytes of the buffers, and of what else is kept alive."""
-        return sum([slot.tensor.nbytes for slot in self.slots]) + sum([tensor.nbytes for tensor in self.kept])
+        return sum([buffer.tensor.nbytes for buffer in self.buffers]) + sum([tensor.nbytes for tensor in self.kept])
 
     def arrive(self) -> None:
         """Wait for the messages."""
@@ -154,9 +154,9 @@ class Flight:
 
     def release(self) -> None:
         """What arrived was read: return the buffers to the pool."""
-        slots, self.slots, self.kept = self.slots, (), ()
-        if slots:
-            self.pool.give(*slots)
+        buffers, self.buffers, self.kept = self.buffers, (), ()
+        if buffers:
+            self.pool.give(*buffers)
 
     def abandon(self) -> None:
         """Wait for the messages and discard what they brought."""

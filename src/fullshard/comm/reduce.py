@@ -53,14 +53,14 @@ class ExchangeReduce(MessageReduce):
     """All-to-all in the wire dtype, then a sum in rank order in the sum dtype."""
 
     def send(self, flight: StagedReduction, dtype: torch.dtype, gradients: Parts) -> None:
-        (send,) = flight.slots
+        (send,) = flight.buffers
         key, numel = self._keys["receive", dtype], self.layout.numel
         receive = self.pool.take(key, numel, dtype, self.group.device, self._chunks)
-        flight.slots = send, receive
+        flight.buffers = send, receive
         flight.works = (self.group.exchange(receive.tensor, send.tensor),)
 
     def total(self, flight: StagedReduction) -> Tensor:
-        receive = flight.slots[1]
+        receive = flight.buffers[1]
         if flight.carried is not None:
             flight.carried.met(self.facts_rows(receive.tensor, self.group.world))
         return sum_in_order(receive.views, self.sums.dtypes.sum)
@@ -86,7 +86,7 @@ class PairReduce(MessageReduce):
         self._padding = layout.unwritten(group.rank)
 
     def send(self, flight: StagedReduction, dtype: torch.dtype, gradients: Parts) -> None:
-        (send,) = flight.slots
+        (send,) = flight.buffers
         world, segments = self.group.world, self.layout.pack.segments
         flight.kept = [
             torch.zeros(segments[index].layout.numel, dtype=dtype, device=self.group.device)
@@ -95,7 +95,7 @@ class PairReduce(MessageReduce):
             for index in self.layout.direct
         ]
         key, numel = self._keys["receive", dtype], (world - 1) * self.layout.chunk_numel
-        flight.slots = send, self.pool.take(key, numel, dtype, self.group.device, self._chunks)
+        flight.buffers = send, self.pool.take(key, numel, dtype, self.group.device, self._chunks)
         arriving = self._arriving(flight)
         leaving = {peer: self._parts_of(flight, peer) for peer in arriving}
         flight.works = (self.group.exchange_each(arriving, leaving, GRADIENTS_TAG),)
@@ -103,7 +103,7 @@ class PairReduce(MessageReduce):
     def total(self, flight: StagedReduction) -> Tensor:
         group, dtype = self.group, self.sums.dtypes.sum
         if flight.carried is not None:
-            flight.carried.met(self.facts_rows(flight.slots[1].tensor, group.world - 1))
+            flight.carried.met(self.facts_rows(flight.buffers[1].tensor, group.world - 1))
         total = torch.empty(self.layout.chunk_numel, dtype=dtype, device=group.device)
         for start, stop in self._padding:
             total[start:stop].zero_()
@@ -119,7 +119,7 @@ class PairReduce(MessageReduce):
 
     def _arriving(self, flight: StagedReduction) -> dict[int, list[Tensor]]:
         """By rank: where its parts arrive."""
-        views, width = flight.slots[1].views, len(self._ranges)
+        views, width = flight.buffers[1].views, len(self._ranges)
         peers = [rank for rank in range(self.group.world) if rank != self.group.rank]
         return {peer: views[i * width : (i + 1) * width] for i, peer in enumerate(peers)}
 
@@ -127,7 +127,7 @@ class PairReduce(MessageReduce):
         """This rank's parts for `rank`: of each large gradient, and of the message."""
         parts = zip(flight.kept, self._runs[rank], strict=True)
         message = self.layout.message_numel
-        sent = flight.slots[0].tensor[rank * message : (rank + 1) * message]
+        sent = flight.buffers[0].tensor[rank * message : (rank + 1) * message]
         return [*(gradient[start : start + numel] for gradient, (start, numel) in parts), sent]
 
 
@@ -159,7 +159,7 @@ class NativeReduce(MessageReduce):
     def send(self, flight: StagedReduction, dtype: torch.dtype, gradients: Parts) -> None:
         if self.in_send_buffer:
             return
-        (send,), device = flight.slots, self.group.device
+        (send,), device = flight.buffers, self.group.device
         given = [gradients[index] for index in self.layout.direct]
         cast = [gradient for gradient in given if gradient is not None and gradient.dtype is not dtype]
         casts = iter(copied_into_one(cast, dtype) if cast else ())
@@ -185,7 +185,7 @@ class NativeReduce(MessageReduce):
     def total(self, flight: StagedReduction) -> Tensor:
         if flight.carried is not None:
             flight.carried.answered()
-        return flight.slots[0].tensor if self.in_send_buffer else flight.kept[-1]
+        return flight.buffers[0].tensor if self.in_send_buffer else flight.kept[-1]
 
 
 # ---- nodes -----------------------------------------------------------------------------------------------------------

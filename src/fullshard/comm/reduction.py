@@ -20,7 +20,7 @@ from ..policy import Scale
 from .comparison import CARRIERS, Comparison, HostCopy, brought
 from .data_group import Work, drain
 from .group import MEAN, SUM, ShardGroup
-from .pool import BufferPool, Flight, Slot
+from .pool import Buffer, BufferPool, Flight
 
 # ---- interface, and one rank -----------------------------------------------------------------------------------------
 
@@ -104,15 +104,7 @@ class LocalReduce(ReduceChannel):
         self._dtype = gradient
         self._factor = divide_factor
 
-    def issue(
-        self,
-        gradients: Parts,
-        *,
-        accumulated: bool,
-        partials: Parts = (),
-        keep: bool = False,
-        carried: Comparison | None = None,
-    ) -> Reduction:
+    def issue(self, gradients: Parts, **_: Any) -> Reduction:
         found = [gradient for gradient in gradients if gradient is not None]
         dtypes = {gradient.dtype for gradient in found}
         if not found or (self._factor is None and dtypes == {self._dtype}):
@@ -176,14 +168,14 @@ class StagedReduction(Reduction):
     def __init__(
         self,
         channel: MessageReduce,
-        send: Slot,
+        send: Buffer,
         complete: bool,
         partials: Parts,
         *,
         keep: bool,
         carried: Comparison | None,
     ) -> None:
-        self._land, self.pool, self.slots = channel.land, channel.pool, (send,)
+        self._land, self.pool, self.buffers = channel.land, channel.pool, (send,)
         self.carried = carried
         self._channel, self._complete, self._partials = channel, complete, partials
         replicate = channel.sums.replicate
@@ -218,8 +210,8 @@ class StagedReduction(Reduction):
         if channel.divisor != 1:
             total.div_(channel.divisor)
         if not self.keeps_send_buffer:
-            self.pool.give(*self.slots)
-            self.slots = self.kept = ()
+            self.pool.give(*self.buffers)
+            self.buffers = self.kept = ()
         if self._partials:
             self._add_partials(total)
         self._total = total
@@ -245,7 +237,7 @@ class StagedReduction(Reduction):
             parts, self.present = self._channel.split(self._finished(total), self._complete)
         finally:  # a hook may raise
             self._total = self._work = None
-            if self.slots:
+            if self.buffers:
                 self.release()
         return parts if self._land is None else self._land(parts)
 
@@ -390,7 +382,7 @@ class MessageReduce(ReduceChannel):
 
     @abstractmethod
     def send(self, flight: StagedReduction, dtype: torch.dtype, gradients: Parts) -> None:
-        """Send the buffer `flight.slots[0]` and the direct ones of `gradients`. Sets `works`, `slots` and `kept`."""
+        """Send the buffer `flight.buffers[0]` and the direct ones of `gradients`. Sets the fields of `Flight`."""
 
     @abstractmethod
     def total(self, flight: StagedReduction) -> Tensor:
@@ -402,26 +394,26 @@ class MessageReduce(ReduceChannel):
         layout = self.layout
         return buffer.as_strided((count, FACTS_NUMEL), (layout.chunk_numel - start, 1), layout.facts_offset - start)
 
-    def fill(self, gradients: Parts, dtype: torch.dtype) -> tuple[Slot, bool]:
+    def fill(self, gradients: Parts, dtype: torch.dtype) -> tuple[Buffer, bool]:
         """A send buffer with packed gradients and their flags; and whether all gradients, direct ones too, exist."""
         # Other ranks receive its padding. Of a kept buffer that is zeroed once and never written.
         keeps = self.pool.keeps
         key, numel = self._keys["send", dtype], self.layout.numel
-        slot = self.pool.take(key, numel, dtype, self.group.device, self._send_views, zeroed=keeps)
-        grad_present = slot.views[-1]
+        buffer = self.pool.take(key, numel, dtype, self.group.device, self._send_views, zeroed=keeps)
+        grad_present = buffer.views[-1]
         sources, destinations = [], []
         complete = True
         for gradient in gradients:
             complete = complete and gradient is not None
         if not keeps:
-            chunks = slot.tensor.view(self.group.world, -1)
+            chunks = buffer.tensor.view(self.group.world, -1)
             zeroed = self._zeroed
             if complete and self._flags is not None:
                 start, stop = self._flags
                 grad_present, zeroed = chunks[:, start:stop], tuple(span for span in zeroed if span[1] != stop)
             for start, stop in zeroed:
                 chunks[:, start:stop].zero_()
-        views = iter(slot.views)
+        views = iter(buffer.views)
         for position, regions, rows in self._targets:
             gradient = gradients[position]
             if gradient is None:
@@ -442,7 +434,7 @@ class MessageReduce(ReduceChannel):
             grad_present.fill_(1)
         else:
             grad_present.copy_(brought([int(g is not None) for g in gradients], dtype, self.group.device))
-        return slot, complete
+        return buffer, complete
 
     def _send_views(self, send: Tensor) -> list[Tensor]:
         layout = self.layout

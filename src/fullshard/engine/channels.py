@@ -24,7 +24,6 @@ from ..comm import (
     PlannedGather,
     ReduceChannel,
     ShardGroup,
-    SharedGather,
     direct_of,
     reduce_channel,
 )
@@ -51,7 +50,7 @@ class Channels(NamedTuple):
         if isinstance(group, ExtensionGroup):
             return ExtensionGather(links.shard, group)
         if group.shares_memory:
-            return SharedGather()
+            return GatherChannel()
         if self.host_link is None:
             return self._from(group.flat, group, group.pack, links.shard)
         shard = OwnedMemory(group.flat.numel(), group.flat.dtype, self.device)
