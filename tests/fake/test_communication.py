@@ -18,9 +18,10 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 from fullshard import fully_shard, register_fsdp_forward_method
 from fullshard.comm import data_group
-from fullshard.comm.data_group import Sent
+from fullshard.comm.data_group import Sent, Works
 from fullshard.engine import unit_of
 from fullshard.peers.wait import Waits
+from fullshard.policy import use_options
 from tests.harness.fake import fake_world
 from tests.threads.programs import Model, batch, shard
 
@@ -206,6 +207,83 @@ def test_a_message_that_no_cut_ends_is_given_up() -> None:
     with pytest.raises(LookupError, match="message 7: Operation timed out"):
         Sent(group, work, 7, in_one=False).wait()
     assert work.waits == 4 and not group.scope.watch.waiting
+
+
+class _Counted:
+    """One of the works of a message, which ends well or not."""
+
+    def __init__(self, error: str = "") -> None:
+        self.error, self.waits = error, 0
+
+    def wait(self) -> None:
+        self.waits += 1
+        if self.error:
+            raise RuntimeError(self.error)
+
+    def is_completed(self) -> bool:
+        return self.waits > 0
+
+
+def test_works_that_are_one_message_are_each_waited_for_once() -> None:
+    """A wait ends with the first that fails; to drain the message is to wait for all of them."""
+    first, lost, last = works = [_Counted(), _Counted("Connection closed by peer"), _Counted()]
+    whole = Works(works)
+    assert not whole.is_completed() and Works().is_completed()
+    group = _group(itertools.repeat(1.0))
+    group.is_cut = True
+    sent = Sent(group, whole, 7, in_one=True)
+    with pytest.raises(LookupError, match="message 7: Connection closed by peer"):
+        sent.wait()
+    assert [work.waits for work in works] == [1, 1, 0]
+    sent.wait()
+    assert last.waits == first.waits == lost.waits == 1 and sent.is_completed and sent.future is None
+
+
+def test_a_message_that_failed_is_drained_to_its_end() -> None:
+    """Its buffers are free afterwards, whichever of its works failed; an error without a cut is raised."""
+
+    class Group(type(_group(iter([])))):  # type: ignore[misc]
+        cut_at, is_cut = 1.0, True
+
+        def refuse(self, number: int, error: RuntimeError) -> None:
+            raise RuntimeError(f"message {number}: {error}")
+
+    works = [_Counted("one"), _Counted(), _Counted("two"), _Counted()]
+    Sent(Group(), Works(works), 7, in_one=True).drain()
+    assert [work.waits for work in works] == [1, 1, 1, 1]
+    alone = Sent(Group(), cast(Any, _Counted("one")), 7, in_one=True)
+    alone.drain()
+    Group.is_cut = False
+    with pytest.raises(RuntimeError, match="message 7: two"):
+        Sent(Group(), Works([_Counted("two")]), 7, in_one=True).drain()
+
+
+def test_the_strategy_is_that_of_the_last_setting_or_of_the_options_when_the_root_forms() -> None:
+    """Resolved where it may change, and nowhere else: channels, comparisons and reports read it."""
+
+    def found(model: Any) -> list[tuple[str, list[bool]]]:
+        units = [unit for module in model.modules() if (unit := unit_of(module)) is not None]
+        return [(unit.channels.strategy, [links.exchanges for links in unit.links]) for unit in units]
+
+    with fake_world(WORLD):
+        model = shard(Model())
+        exchanged = found(model)
+        assert {strategy for strategy, _ in exchanged} == {"auto"} and all(all(each) for _, each in exchanged)
+        native = [("torch", [False] * len(each)) for _, each in exchanged]
+        model.set_communication("torch")
+        assert found(model) == native
+        model.set_communication("auto")
+        assert found(model) == exchanged
+        with use_options(communication="torch"):
+            # Set on the units, so the options say nothing.
+            model(batch(1, 0)).pow(2).mean().backward()
+        assert found(model) == exchanged
+        model.set_communication("torch")
+        assert found(model) == native
+        later = shard(Model())
+        with use_options(communication="torch"):
+            later(batch(1, 0)).pow(2).mean().backward()
+        assert found(later) == native
 
 
 def test_a_message_of_connections_that_were_given_up_is_no_wait_of_the_new_epoch() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import subprocess
 import sys
@@ -79,6 +80,8 @@ HOOKS_ALLOWED = {
     "verify/weights.py": "for the cause of a difference: sees gradients of each rank independently of the engine",
 }
 
+# The rooms in which no two classes have one name: who follows a step passes through all of them.
+NAMED_ONCE = ("layout", "schedule", "policy", "comm", "param")
 MAX_LINES = 600
 MAX_ATTRIBUTES = 15
 # Files over the limit, each with the reason that a reader is asked to accept.
@@ -228,6 +231,16 @@ def test_classes_have_few_attributes() -> None:
     _no_findings(
         [f"{file}: {name} has {n} attributes, over {MAX_ATTRIBUTES}" for file, name, n in found if n > MAX_ATTRIBUTES]
     )
+
+
+def test_classes_of_the_engine_s_rooms_have_names_of_their_own() -> None:
+    found: dict[str, list[str]] = {}
+    for source in SOURCES:
+        for node in ast.walk(source.tree) if source.room in NAMED_ONCE else ():
+            if isinstance(node, ast.ClassDef):
+                found.setdefault(node.name, []).append(source.name)
+    assert len(found) > 50, "nothing is counted"
+    _no_findings([f"{name}: {', '.join(files)}" for name, files in found.items() if len(files) > 1])
 
 
 def test_files_can_be_read_in_one_sitting() -> None:
