@@ -2,8 +2,8 @@
 # environment.
 #   make train            train a small language model, sharded over two processes (ARGS="--nproc 4" and so on)
 #   make test             every test tier but the tests marked slow
-#   make test-full        of those a part, another one each day, and far more property-test examples; under an hour
-#                         (DRAW=all: all of them, in some hours)
+#   make test-full        those too, and far more property-test examples; some hours; says at its end what it left out
+#   make test-all         make test-full, and nothing is left out
 #   make coverage         make test, with the lines and branches that ran of each room; two or three times as long
 #   make versions         the quick tiers with each torch and each Python of the range; the table of docs/support.md
 #   make check            format, lint, types, and the tests that keep the rooms apart
@@ -26,7 +26,7 @@ FIND_PYTHON = for p in python3 python3.13 python3.12 python3.11 python; do \
 PYTHON ?= $(shell $(FIND_PYTHON))
 PIP = $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
 
-.PHONY: train test test-full coverage check format docs bench package release-check versions clean env
+.PHONY: train test test-full test-all coverage check format docs bench package release-check versions clean env
 .DELETE_ON_ERROR:
 
 train: $(STAMP)
@@ -38,11 +38,11 @@ PYTEST = $(BIN)/python -m $(if $(strip $(ARGS)),pytest,tests.workers)
 test: $(STAMP)
 	$(PYTEST) -m "not slow" $(ARGS)
 
-# Of slow tests others each day; DRAW=20000 repeats a day, its number is in pytest's header; DRAW=all runs all.
-DRAW ?= today
-
 test-full: $(STAMP)
-	HYPOTHESIS_PROFILE=full $(PYTEST) --draw=$(DRAW) $(ARGS)
+	HYPOTHESIS_PROFILE=full $(PYTEST) --full $(ARGS)
+
+test-all: $(STAMP)
+	HYPOTHESIS_PROFILE=full $(PYTEST) $(ARGS)
 
 # Processes and forks of tests are measured too; each writes a file of its own, and they are combined. Tests that fail do not
 # keep the report from being made.

@@ -12,18 +12,18 @@ import os
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("MKL_NUM_THREADS", "1")
 
-import collections  # noqa: E402
 import fnmatch  # noqa: E402
 import gc  # noqa: E402
 import sys  # noqa: E402
-from collections.abc import Generator  # noqa: E402
+from collections.abc import Callable, Generator  # noqa: E402
 from pathlib import Path  # noqa: E402
 from typing import Any  # noqa: E402
 
 import hypothesis  # noqa: E402
 import pytest  # noqa: E402
 
-from tests.harness import collecting, cuda_builds, draw, hang, recording  # noqa: E402
+from tests import workers  # noqa: E402
+from tests.harness import collecting, cuda_builds, hang, recording, samples  # noqa: E402
 from tests.harness.worlds import OTHER_WORLD  # noqa: E402
 
 HANG_SECONDS = {"pure": 60.0, "fake": 60.0, "threads": 60.0, "device": 120.0, "procs": 120.0, "gpu": 120.0}
@@ -66,13 +66,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "tests/harness/collecting.py)",
     )
     parser.addoption(
-        "--draw",
-        metavar="DAY",
-        help="of slow tests one in three, of families of slow cases one in eight or in the n of their marker "
-        "`drawn(n)`: those of this day, a number or 'today'; on n days in a row all of them (tests/harness/draw.py). "
-        "Without it, or with 'all', all run",
+        "--full",
+        action="store_true",
+        help="leave out what the markers `sample(..., full=m)` do, and say at the end what that was "
+        "(tests/harness/samples.py)",
     )
-    parser.addoption("--draw-one-in", type=int, metavar="N", help="with --draw: of all tests one in N")
+    parser.addoption("--part", metavar="K/N", help="of all tests the K-th of each N, from 0 on")
     parser.addoption(
         "--both", action="store_true", help="with --ranks=gloo: torch's half of the conformance, too, which is left out"
     )
@@ -134,25 +133,20 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 _TERMINAL = pytest.StashKey[Any]()
 
 
-def pytest_report_header(config: pytest.Config) -> str | None:
-    day = config.getoption("--draw")
-    return None if day in (None, "all") else f"cases drawn: --draw={draw.day(day)}"
-
-
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if config.getoption("--ranks") != "threads":
         ours_alone = not config.getoption("--both")
-        left_out = [
-            item for item in items if item.get_closest_marker("threads_only") or (ours_alone and _is_torch_s(item))
-        ]
-        config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if item not in left_out]
+        _leave_out(
+            config,
+            items,
+            lambda item: bool(item.get_closest_marker("threads_only")) or (ours_alone and samples.is_torch_s(item)),
+        )
     _leave_out_what_came_later(config, items)
     for item in items:
         tier = _tier(item)
         if tier:
             item.add_marker(tier)
-        if _is_torch_s(item) and not config.getoption("--torch-half"):
+        if samples.is_torch_s(item) and not config.getoption("--torch-half"):
             # It shows that torch does what we say of it, which another torch alone can change:
             # test_the_document_is_of_the_pinned_torch.
             item.add_marker(pytest.mark.slow)
@@ -160,25 +154,39 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         _expect_failures_of_an_older_torch(item)
         if tier == "gpu":
             item.add_marker(pytest.mark.skipif(not _has_accelerator(), reason="no accelerator on this machine"))
-    _keep_some_quick(items)
-    if config.getoption("--draw") not in (None, "all"):
-        day, of_all = draw.day(config.getoption("--draw")), config.getoption("--draw-one-in") or 1
-        left_out = [item for item in items if not draw.is_drawn(item.nodeid, _one_in(item) * of_all, day)]
-        config.hook.pytest_deselected(items=left_out)
-        known = set(left_out)
-        items[:] = [item for item in items if item not in known]
+    samples.mark(items)
+    if config.getoption("--full"):
+        collected = len(items)
+        left_out = _leave_out(config, items, lambda item: item.get_closest_marker("beyond") is not None)
+        config.stash[_LEFT_OUT] = samples.said([item.nodeid for item in left_out], collected)
+    if config.getoption("--part"):
+        part, of = map(int, config.getoption("--part").split("/"))
+        kept = set(items[part::of])
+        _leave_out(config, items, lambda item: item not in kept)
 
 
-def _keep_some_quick(items: list[pytest.Item]) -> None:
-    """Mark the cases of a test with the marker `quick(n)` as slow, but for the first and each n-th after it."""
-    cases: collections.Counter[tuple[Path, str]] = collections.Counter()
-    for item in items:
-        marker = item.get_closest_marker("quick")
-        if marker is not None and not item.get_closest_marker("slow"):
-            test = (item.path, item.nodeid.partition("[")[0])
-            if cases[test] % int(marker.args[0]):
-                item.add_marker(pytest.mark.slow)
-            cases[test] += 1
+def _leave_out(
+    config: pytest.Config, items: list[pytest.Item], which: Callable[[pytest.Item], bool]
+) -> list[pytest.Item]:
+    """Take out of `items` those that `which` is true of, and return them."""
+    left_out = [item for item in items if which(item)]
+    config.hook.pytest_deselected(items=left_out)
+    known = set(left_out)
+    items[:] = [item for item in items if item not in known]
+    return left_out
+
+
+_LEFT_OUT = pytest.StashKey[str]()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """What `--full` left out. Of several workers, tests/workers.py says it."""
+    line = config.stash.get(_LEFT_OUT, None)
+    if line is not None and config.getoption("queue", None) is None:
+        terminalreporter.line(line)
+    elif line is not None:
+        workers.note_left_out(config.getoption("queue"), line)
 
 
 @pytest.hookimpl(trylast=True)
@@ -190,37 +198,15 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
-def _one_in(item: pytest.Item) -> int:
-    """Of how many cases of its family one is drawn."""
-    if not item.get_closest_marker("slow"):
-        return 1
-    marker = item.get_closest_marker("drawn")
-    if marker is not None:
-        return int(marker.args[0])
-    # What `quick` leaves out is alike, and what torch does changes with another torch alone.
-    return 8 if item.get_closest_marker("quick") or _is_torch_s(item) else 3
-
-
-def _is_torch_s(item: pytest.Item) -> bool:
-    """Whether it is torch's implementation that the test runs for."""
-    callspec = getattr(item, "callspec", None)
-    return callspec is not None and getattr(callspec.params.get("impl"), "name", "") == "torch"
-
-
 def _leave_out_what_came_later(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Torch's half of a behaviour that a newer torch than the installed one has first."""
     from tests.harness import installed
 
-    later = []
-    for item in items:
-        if _is_torch_s(item):
-            case = recording.case_of_item(item)
-            if case is not None and not case.is_in(installed.version()):
-                later.append(item)
-    if later:
-        config.hook.pytest_deselected(items=later)
-        known = set(later)
-        items[:] = [item for item in items if item not in known]
+    def came_later(item: pytest.Item) -> bool:
+        case = recording.case_of_item(item) if samples.is_torch_s(item) else None
+        return case is not None and not case.is_in(installed.version())
+
+    _leave_out(config, items, came_later)
 
 
 def _skip_what_torch_lacks(item: pytest.Item) -> None:
@@ -228,7 +214,7 @@ def _skip_what_torch_lacks(item: pytest.Item) -> None:
         from tests.harness import installed
 
         lacks = [name for name in marker.args if not installed.has(name)]
-        if lacks and (_is_torch_s(item) or marker.kwargs.get("half") != "torch"):
+        if lacks and (samples.is_torch_s(item) or marker.kwargs.get("half") != "torch"):
             item.add_marker(pytest.mark.skip(reason=f"{installed.LACKS} {', '.join(lacks)}"))
 
 
@@ -237,7 +223,7 @@ def _expect_failures_of_an_older_torch(item: pytest.Item) -> None:
         from tests.harness import installed
 
         release, reason = marker.args
-        if installed.release() < release and (_is_torch_s(item) or marker.kwargs["half"] == "both"):
+        if installed.release() < release and (samples.is_torch_s(item) or marker.kwargs["half"] == "both"):
             item.add_marker(pytest.mark.xfail(strict=True, reason=f"{installed.DIFFERS} {reason}"))
 
 

@@ -1,6 +1,7 @@
 """All tests in several runs of pytest side by side, which share a queue of test files.
 
     python -m tests.workers -m "not slow"       what `make test` runs; options go to every worker
+    python -m tests.workers --full              what `make test-full` runs
 
     worker        tiers
     threads-1     ranks that are threads
@@ -13,7 +14,8 @@ of processes wait much of their time, for each other and for time limits: a seco
 does not. It begins at the other end, because two that begin with processes start the same pools of them twice. A second
 one for threads from the beginning leaves programs of many processes without a core, and their time limits pass. The
 first worker prints as it goes, the others when they are over. The exit status is the worst one; where a signal ended a
-worker, the last lines say which test ran and where its threads were.
+worker, the last lines say which test ran and where its threads were. With --full the last line but one says what was
+left out.
 """
 
 from __future__ import annotations
@@ -53,6 +55,16 @@ def last_words(folder: Path, name: str) -> Path:
     return folder / f"{name}.last-words"
 
 
+def note_left_out(folder: Path, line: str) -> None:
+    """Keep `line`, in which a worker says what it left out of all tests, for the end of the run."""
+    (folder / f"{os.environ.get('TESTS_WORKER', 0)}.left-out").write_text(line)
+
+
+def _said_left_out(folder: Path) -> list[str]:
+    """What a worker said that collects all tests: it left out the most."""
+    return sorted((path.read_text() for path in folder.glob("*.left-out")), key=len)[-1:]
+
+
 def run(commands: dict[str, list[str]], shown: str, folder: Path) -> int:
     """Run all of them at once, in the root of the repository. Prints what `shown` writes as it comes, then what the
     others wrote, then the last words of those that a signal ended; returns the worst status."""
@@ -88,6 +100,7 @@ def run(commands: dict[str, list[str]], shown: str, folder: Path) -> int:
     for name, one in runs.items():
         if one.returncode < 0 and last_words(folder, name).exists():
             print(f"\n---- {name} was ended by signal {-one.returncode} ----\n{last_words(folder, name).read_text()}")
+    print("", *_said_left_out(folder), sep="\n", end="")
     print(f"\n{'; '.join(lines)}; {(time.monotonic() - begun) / 60:.1f} minutes in all", flush=True)
     return max(abs(one.returncode) for one in runs.values())
 

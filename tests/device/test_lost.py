@@ -173,7 +173,7 @@ def _lost(rank: int, how: str, folder: str) -> tuple[list[str], dict[str, Tensor
         return said, _values(model)
 
 
-@pytest.mark.quick(5)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("how", ["whole", "parts", "checkpoint", "new optimizer", "declared"])
 def test_the_model_is_lost_on_all_ranks_until_all_of_it_was_loaded(how: str, tmp_path: Path) -> None:
     found = pool(2, backend="nccl").run(_lost, how, str(tmp_path / "checkpoint"))
@@ -320,7 +320,7 @@ def _cut_in_a_step(rank: int, wait: bool) -> tuple[str, bool, bool, str, dict[st
         return error, stepped, spoiled, str(refused.value), _values(model)
 
 
-@pytest.mark.quick(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("wait", [True, False])
 def test_a_guard_that_waits_notices_a_cut_before_the_step(wait: bool) -> None:
     for rank, (error, stepped, spoiled, refused, values) in enumerate(
@@ -366,7 +366,7 @@ def _raises(rank: int, where: str, early: bool) -> tuple[str, bool, int, str, di
         return str(caught.value), waited, steps, str(refused.value), _values(model)
 
 
-@pytest.mark.quick(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("where", "ranks"), [("backward", "rank 0"), ("step", "ranks 0 and 1")])
 def test_the_watch_ends_the_wait_of_a_guard_on_a_device(where: str, ranks: str) -> None:
     """And what was under way on the rank that raised is lost, too: its messages go with the connections."""

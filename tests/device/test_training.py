@@ -52,13 +52,13 @@ def _runs(name: str) -> list[Found]:
     return on_device.run(SETUPS[name])
 
 
-@pytest.mark.quick(5)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", SETUPS)
 def test_every_access_is_ordered_and_the_numbers_are_plain_training_s(name: str) -> None:
     _check(SETUPS[name], 2, _runs(name))
 
 
-@pytest.mark.quick(6)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", WIDER)
 def test_strategies_of_four_ranks(name: str) -> None:
     found = on_device.run(WIDER[name], world=4)
@@ -88,7 +88,7 @@ def test_a_world_of_one(setup: Setup) -> None:
                 assert_close_to_tensor_max(values, expected[name], 12)
 
 
-@pytest.mark.quick(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_messages_may_run_at_any_time(seed: int) -> None:
     _check(Setup("transformer", seed=seed), 2)
@@ -140,7 +140,7 @@ ALLOWED_WAITS = {
 }
 
 
-@pytest.mark.quick(5)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", SETUPS)
 def test_the_host_waits_for_nothing_else(name: str) -> None:
     """A wait of the host that hides in a step costs the time to launch all that follows."""

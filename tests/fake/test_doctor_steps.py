@@ -632,7 +632,7 @@ def test_weights_that_rank_0_sends_are_seeded() -> None:
 UNWATCHED = ("a branch by torch.cond",)
 
 
-@pytest.mark.quick(4)
+@pytest.mark.sample(13)
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # dynamo asks tensors that are no leaves
 @pytest.mark.parametrize("name", SOUND)
 def test_sound_programs_have_no_findings(name: str) -> None:

@@ -33,7 +33,7 @@ def _few_objects() -> Iterator[None]:
     gc.unfreeze()
 
 
-@pytest.mark.quick(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("rank0_only", [False, True])
 @pytest.mark.parametrize("rank", [0, 1])
 def test_held_are_the_full_parameters_and_in_passing_one_more(

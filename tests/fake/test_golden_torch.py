@@ -20,7 +20,7 @@ WRITE = os.environ.get("WRITE_GOLDEN") == "1"
 OLD_TORCH = fails_before((2, 11), "FSDP2 finds shards where a checkpoint recomputes a unit inside of a unit")
 
 
-@pytest.mark.drawn(6)
+@pytest.mark.sample(full=22)
 @pytest.mark.parametrize("impl", [TORCH], ids=repr)
 @pytest.mark.parametrize(
     ("scenario", "reshard"),

@@ -117,7 +117,7 @@ def _assert_chunks(model: nn.Module, plain: nn.Module, shape: tuple[int, ...], r
         assert torch.equal(ours.to_local(), chunks[place] if place < len(chunks) else whole.detach()[:0]), name
 
 
-@pytest.mark.quick(4)
+@pytest.mark.sample(3)
 @behaviour(
     "{strategy.name} at 64 and 1,000 ranks: shards of `torch.chunk`, commands in the order of a few ranks",
     area="strategies",
@@ -213,7 +213,7 @@ def _on_full_mesh(axes: dict[str, int], rank: int, dims: dict[str, Any]) -> tupl
         return commands, found
 
 
-@pytest.mark.quick(3)
+@pytest.mark.sample(2)
 @behaviour(
     "`dp_mesh_dims` at 64 and 1,000 ranks: shards of the data-parallel axes, commands in the order of a few ranks",
     area="placement",

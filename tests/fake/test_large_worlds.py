@@ -98,7 +98,7 @@ def _commands(case: Case, world: int, rank: int, **options: Any) -> list[list[tu
         return [*steps, trace.commands]
 
 
-@pytest.mark.quick(3)
+@pytest.mark.sample(2)
 @behaviour(
     "what is gathered, freed and reduced, and in which order, depends neither on the world nor on the rank",
     area="communication",

@@ -269,7 +269,7 @@ def _live(terms: list[Any]) -> _Live:
     return _Live(full, kept)
 
 
-@pytest.mark.quick(10)
+@pytest.mark.sample(21)
 @pytest.mark.parametrize("setting", SETTINGS, ids=str)
 @pytest.mark.parametrize("name", CASES)
 def test_terms_are_what_is_counted(name: str, setting: Setting) -> None:
@@ -308,7 +308,7 @@ def test_terms_are_what_is_counted(name: str, setting: Setting) -> None:
     assert fits, f"{buffers} bytes in message buffers, expected {expected}"
 
 
-@pytest.mark.quick(4)
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("setting", SETTINGS, ids=str)
 def test_a_root_whose_gradients_come_first_needs_no_more_than_the_terms_say(setting: Setting) -> None:
     """Its own parameters are used last, so it is freed first; the terms keep it to the end."""

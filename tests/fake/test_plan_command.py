@@ -63,7 +63,7 @@ def cannot_be_built() -> Program:
     return replace(program(), model=_Fails)
 
 
-@pytest.mark.quick(6)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("name", "strategy"),
     [
@@ -213,7 +213,7 @@ _DECODERS = {
 }
 
 
-@pytest.mark.quick(4)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("kind", _DECODERS)
 def test_a_config_of_hugging_face_with_transformers(kind: str, tmp_path: Path) -> None:
     """Its models look at a batch to see which mask they need; the planner has none to look at."""

@@ -55,8 +55,7 @@ QUICK = {
 }
 
 
-@pytest.mark.quick(7)
-@pytest.mark.drawn(15)
+@pytest.mark.sample(3, full=32)
 @pytest.mark.parametrize(
     ("name", "strategy"),
     [
@@ -86,8 +85,7 @@ def test_bytes_of_a_step_are_what_is_counted(name: str, strategy: str) -> None:
         assert step_of(model, chosen, size).hosted == counted.host
 
 
-@pytest.mark.quick(15)
-@pytest.mark.drawn(15)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("name", ["llama", "frozen base", "mixed dtypes"])
 def test_state_and_temporaries_of_an_optimizer_are_what_is_counted(name: str, optimizer: str) -> None:

@@ -70,7 +70,7 @@ def test_units_have_ranks_sizes_and_names_and_the_former_call_returns_them() -> 
             assert fullshard.observe.inspect_units(net) == (root, pair)
 
 
-@pytest.mark.quick(3)
+@pytest.mark.sample(4)
 @behaviour(
     "`report`: units, what is not sharded, bytes expected and measured",
     area="state",
@@ -419,7 +419,7 @@ def test_ways_of_gradients_that_no_step_takes_any_more_are_dropped() -> None:
         assert counted[40] == counted[20] > counted[1]
 
 
-@pytest.mark.quick(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("accumulate", [1, 3])
 def test_buffers_of_layouts_that_no_step_has_any_more_are_freed(accumulate: int) -> None:
     """Progressive unfreezing, layer drop, adapters that change: the layouts of all steps together were kept for ever

@@ -425,7 +425,7 @@ def _keep_random_state() -> Iterator[None]:
         yield
 
 
-@pytest.mark.quick(3)
+@pytest.mark.sample(25)
 @pytest.mark.parametrize("name", CALLS)
 def test_a_wrong_argument_is_named_and_nothing_changes(name: str, tmp_path: Path) -> None:
     call, arguments = CALLS[name]

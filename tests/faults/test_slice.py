@@ -9,7 +9,6 @@ from tests.faults.run import Runner
 from tests.faults.table import CASES, OPEN
 
 # `python -m tests.faults` runs all.
-SLOW = (pytest.mark.slow, pytest.mark.drawn(10))
 # Two of three that take little time.
 FAST = [case for i, case in enumerate(case for case in CASES if case.fast and case.id not in OPEN) if i % 3]
 
@@ -19,11 +18,11 @@ def runner() -> Runner:
     return Runner()
 
 
-@pytest.mark.quick(14)
+@pytest.mark.sample(4, full=80)
 @pytest.mark.hang_after(120)
 @pytest.mark.parametrize(
     "case",
-    [pytest.param(case, marks=() if case in FAST else SLOW, id=case.id) for case in CASES],
+    [pytest.param(case, marks=() if case in FAST else pytest.mark.slow, id=case.id) for case in CASES],
 )
 def test_case(runner: Runner, case: Case) -> None:
     result = runner.run(case)

@@ -94,8 +94,8 @@ HEAD = """\
 <!-- Written by `python -m tests.harness.behaviours --write`: change the marks on the tests, not this page. -->
 
 What a program that was written for `torch.distributed.fsdp` can rely on, each line shown by a test that ran. A test
-of a line marked *same* runs for both implementations, from one source; torch's half in `make test-full`, a part each
-day.
+of a line marked *same* runs for both implementations, from one source; torch's half in `make
+test-full`.
 
 * **same**: both pass the test. **better**: fullshard passes, and torch's own result says how it does not; the reason
   says what that costs. **different**: both have it and behave otherwise, as the reason says. **ours**: torch has no

@@ -3,6 +3,7 @@
     python -m tests.harness.mutate                   all of them (needs fullshard's environment; minutes)
     python -m tests.harness.mutate R9 next_in_backward     those of some rules
     python -m tests.harness.mutate --in comm/ engine/order.py     those in files below src/fullshard that begin so
+    python -m tests.harness.mutate --sample          one of every other file, of those that pure tests kill: seconds
     python -m tests.harness.mutate --list            what there is (the tables: mutations*.txt beside this file)
     python -m tests.harness.mutate --jobs 4          so many at once (default: one for each core)
     python -m tests.harness.mutate --write FILE.md   and a document of what came of it; FILE.json keeps that, so that a
@@ -118,6 +119,15 @@ def read(text: str) -> list[Mutation]:
 
 
 MUTATIONS = [mutation for table in TABLES for mutation in read(table.read_text())]
+
+
+def sample(mutations: Iterable[Mutation]) -> list[Mutation]:
+    """Of every other file the first mutation that a file of the pure tier kills, or the tests of the lifecycle."""
+    found: dict[str, Mutation] = {}
+    for mutation in mutations:
+        if all(test.startswith("tests/pure/") for test in mutation.tests[:1]):
+            found.setdefault(mutation.file, mutation)
+    return list(found.values())[::2]
 
 
 class Outcome(NamedTuple):
@@ -305,6 +315,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("rules", nargs="*", metavar="RULE", help="such as R9 or next_in_backward; default: all")
     parser.add_argument("--in", dest="files", nargs="+", default=[""], metavar="FILE", help="below src/fullshard")
     parser.add_argument("--tenth", type=int, choices=range(10), help="every tenth of these, from this one on")
+    parser.add_argument(
+        "--sample", action="store_true", help="of every other file one; tests without a mutation are not run"
+    )
     parser.add_argument("--write", type=Path, help="a Markdown document of the outcomes")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="how many at once")
     parser.add_argument("--package", type=Path, default=PACKAGE, help="the package to break a copy of")
@@ -320,6 +333,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     ]
     if options.tenth is not None:
         chosen = chosen[options.tenth :: 10]
+    if options.sample:
+        # `make test` runs their tests without a mutation, too.
+        chosen, runs = sample(chosen), {}
+    else:
+        runs = without_mutation(dict.fromkeys(stage for mutation in chosen for stage in mutation.stages))
     if options.list:
         for mutation in chosen:
             print(f"{mutation.rule:18} {mutation.breaks}")
@@ -327,14 +345,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # torch reads it when it is loaded; the new processes inherit it.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     start = time.monotonic()
-    runs = without_mutation(dict.fromkeys(stage for mutation in chosen for stage in mutation.stages))
     with ThreadPoolExecutor(max(1, options.jobs)) as pool:
         untouched = {run: pool.submit(attempt, None, options.package, (run,)) for run in dict.fromkeys(runs.values())}
         outcomes = []
         for outcome in pool.map(lambda mutation: attempt(mutation, options.package), chosen):
             mutation = outcome.mutation
             assert mutation is not None
-            baselines = [untouched[runs[stage]].result() for stage in mutation.stages]
+            baselines = [untouched[runs[stage]].result() for stage in mutation.stages if stage in runs]
             red = next((baseline for baseline in baselines if baseline.verdict != "survived"), None)
             if red is not None:
                 outcome = outcome._replace(verdict="error", detail=f"red without any mutation, too: {red.detail}")

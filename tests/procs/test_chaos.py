@@ -40,7 +40,7 @@ def test_blows_change_no_bit(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.drawn(6)
+@pytest.mark.sample(full=1)
 @pytest.mark.hang_after(900)
 @pytest.mark.parametrize("seed", [1, 2])
 def test_ten_kills_change_no_bit(seed: int, tmp_path: Path) -> None:

@@ -159,7 +159,7 @@ def test_killed_at_bytes_of_a_file(tmp_path: Path, whole: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.drawn(4)
+@pytest.mark.sample(full=3)
 @pytest.mark.hang_after(1500)
 @pytest.mark.parametrize("how", ["sync", "async"])
 @pytest.mark.parametrize("world", [1, 2, 4])

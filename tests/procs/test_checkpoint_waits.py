@@ -99,7 +99,7 @@ FATES = [
 ]
 
 
-@pytest.mark.quick(4)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("deed", "before"), FATES)
 def test_a_save_names_who_does_not_come(deed: str, before: bool, tmp_path: Path) -> None:
     limit = 3.0 if deed == "absent" else 30.0

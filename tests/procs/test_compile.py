@@ -271,7 +271,7 @@ def unannounced_reference(broken: bool) -> Trained:
     return train_reference(case.build(), _aux_loss, batches)
 
 
-@pytest.mark.quick(2)
+@pytest.mark.sample(1)
 @behaviour(
     "a compiled block whose loss bypasses its output trains as a plain one",
     area="compile",

@@ -95,14 +95,14 @@ def prove(folder: Path, file: str, text: str, expected: str) -> list[str]:
     return [each.key for each in found.findings if each.verdict == EXACT]
 
 
-@pytest.mark.quick(6)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", FILES)
 def test_what_is_called_exact_trains_as_plain_training_does(name: str, tmp_path: Path) -> None:
     strategy, keys = CLAIMS[name]
     assert sorted(prove(tmp_path, *FILES[name], strategy)) == sorted(keys)
 
 
-@pytest.mark.quick(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", MORE)
 def test_other_spellings_too(name: str, tmp_path: Path) -> None:
     prove(tmp_path, *MORE[name])

@@ -114,13 +114,14 @@ def test_a_case_of_every_line(world: int) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.sample(full=3)
 @pytest.mark.hang_after(3000)
 @pytest.mark.parametrize("world", WORLDS)
-def test_the_tier_over_gloo(world: int) -> None:
-    """The tests of the threads tier that ask for this number of ranks, or for any; with two, all of them. One in ten,
-    others each day; `python -m pytest tests/threads --ranks=gloo --world=2` runs all."""
-    drawn = ["--draw=today", "--draw-one-in=10", "--deselect=tests/threads/test_legal.py"]
-    passed, _ = _run(world, [*drawn, "tests/threads"])
+@pytest.mark.parametrize("part", range(20))
+def test_the_tier_over_gloo(part: int, world: int) -> None:
+    """The tests of the threads tier that ask for this number of ranks, or for any; with two, all of them. But for
+    programs that have a test of their own over gloo."""
+    passed, _ = _run(world, [f"--part={part}/20", "--deselect=tests/threads/test_legal.py", "tests/threads"])
     assert len(passed) > 20
 
 

@@ -54,7 +54,7 @@ def _frozen(rank: int, name: str, dtype: str, alone: bool, rows: int = 5) -> Non
         tolerance.assert_close(model[0].bias.grad.full_tensor(), expected)
 
 
-@pytest.mark.quick(4)
+@pytest.mark.sample(1)
 @behaviour("frozen parameters of dtypes that gloo does not know, beside others: {dtype}", area="parameters")
 @pytest.mark.parametrize("dtype", UNKNOWN)
 @for_each_implementation
@@ -63,7 +63,7 @@ def test_frozen_parameters_beside_others(impl: Implementation, dtype: str) -> No
         pool(world).run(_frozen, impl.name, dtype, False)
 
 
-@pytest.mark.quick(4)
+@pytest.mark.sample(1)
 @behaviour(
     "frozen parameters of dtypes that gloo does not know, alone in a unit: {dtype}",
     area="parameters",

@@ -22,7 +22,7 @@ def _named(rank: int, case: str) -> tuple[int, str, str, float]:
     return (*found, time.monotonic() - begun)
 
 
-@pytest.mark.quick(4)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("case", QUICK)
 def test_a_rank_that_does_something_else_is_named(case: str) -> None:
     found = pool(2).run(_named, case)
@@ -41,7 +41,7 @@ def _of_strategy(rank: int, strategy: str) -> tuple[int, str, str]:
         return outcome(rank, make, change, 1)
 
 
-@pytest.mark.quick(4)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "strategy", ["reduced by the backend", "hybrid, reduced by the backend", "hybrid", "replicated"]
 )

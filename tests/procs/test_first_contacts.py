@@ -98,7 +98,7 @@ def _others(name: str, deed: Callable[[], None], limit: float) -> None:
 FAST = ("sync_module_states", "materialize", "check_gradients", "a communicator for reductions", "blocks")
 
 
-@pytest.mark.quick(5)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in FAST else pytest.mark.slow) for n in CALLS])
 def test_a_killed_rank_is_named(name: str) -> None:
     _others(name, _kill, 30.0)

@@ -92,7 +92,7 @@ def _apart(rank: int, mesh_of: Axes, train: tuple[int, ...]) -> tuple[str, float
     return text, seconds, _mended(rank, mesh)
 
 
-@pytest.mark.quick(2)
+@pytest.mark.sample(1)
 @behaviour(
     "ranks that give a model meshes of other ranks and wait for each other: an error on all of them, within seconds",
     area="failures",
@@ -110,7 +110,7 @@ def test_ranks_that_wait_for_each_other_on_whatever_meshes_are_told(mesh_of: Axe
     assert all(torch.equal(grad, found[rank % 2][2]) for rank, (_, _, grad) in enumerate(found))
 
 
-@pytest.mark.quick(2)
+@pytest.mark.sample(1)
 @behaviour(
     "ranks that wait for others which train on another mesh: at the time limit, who did not come and where it is",
     area="failures",

@@ -76,14 +76,13 @@ SLOW = [
 ]
 
 
-@pytest.mark.quick(3)
+@pytest.mark.sample(1, full=8)
 @behaviour(
     "one rank alone out of memory: all ranks try the step again in smaller pieces, within seconds",
     area="failures",
     torch="none",
     reason="torch's peers wait for the time-out of the process group",
 )
-@pytest.mark.drawn(6)
 @pytest.mark.parametrize(
     ("world", "lacks", "reduce"), [*FAST, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)]
 )
@@ -149,7 +148,7 @@ def both(rank: int, before_the_model: bool) -> tuple[str, str, list[Tensor]]:
     return type(caught.value).__name__, str(caught.value), _state(model, optimizer)
 
 
-@pytest.mark.quick(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("before_the_model", [False, True])
 def test_memory_here_and_another_error_there(before_the_model: bool) -> None:
     """Also before the very first forward of a model on one rank: then the other one does not come to its own error."""

@@ -16,7 +16,7 @@ CONVERTED = ("package_beside", "ddp_objects_first", "ddp_grad_sync_flag")
 ADAPTED = ("flags", "blocks_in_blocks")
 
 
-@pytest.mark.drawn(2)
+@pytest.mark.sample(full=30)
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in CONVERTED else pytest.mark.slow) for name in migrations.names()]
 )
@@ -26,7 +26,7 @@ def test_a_migrated_program_trains_the_same(name: str, tmp_path: Path) -> None:
     assert pool(2).run(migrations.compare, str(migrations.entry(name)), str(new), timeout=60) == [[], []]
 
 
-@pytest.mark.drawn(2)
+@pytest.mark.sample(full=30)
 @pytest.mark.parametrize(
     "name",
     [

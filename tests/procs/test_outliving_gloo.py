@@ -112,7 +112,7 @@ def _outlives(rank: int, name: str, collecting: tuple[int, ...]) -> list[Tensor]
         gc.enable()
 
 
-@pytest.mark.quick(5)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("collecting", [(0,), (1,)], ids=["rank 0 collects", "rank 1 collects"])
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_what_outlives_its_model_is_gathered_whoever_has_collected(name: str, collecting: tuple[int, ...]) -> None:
@@ -123,7 +123,7 @@ def test_what_outlives_its_model_is_gathered_whoever_has_collected(name: str, co
         assert ours and all(map(torch.equal, ours, theirs))
 
 
-@pytest.mark.quick(5)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_what_outlives_its_model_is_gathered_where_nobody_has_collected(name: str) -> None:
     expected = pool(2).run(_outlives, name, (0, 1), timeout=20)

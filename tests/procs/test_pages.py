@@ -16,15 +16,15 @@ def _cases() -> list[object]:
         steps = pages.steps(path.read_text())
         if not steps:
             continue
-        # Commands start processes, and packages are imported: `make test-full` runs a third of these pages each day, as
-        # all of them are half an hour of a core.
+        # Commands start processes, and packages are imported: all of these pages are half an hour of a core.
         long = any(block.step == "shell" or "on_pages_packages" in block.code for block in steps)
-        long_marks = [pytest.mark.slow, pytest.mark.drawn(3), pytest.mark.hang_after(1800)]
+        long_marks = [pytest.mark.slow, pytest.mark.hang_after(1800)]
         marks = long_marks if long else [pytest.mark.hang_after(300)]
         cases.append(pytest.param(path, id=pages.name(path), marks=marks))
     return cases
 
 
+@pytest.mark.sample(full=31)
 @pytest.mark.parametrize("path", _cases())
 def test_the_blocks_of_a_page_run(path: Path, tmp_path: Path) -> None:
     pages.run(path, tmp_path)

@@ -93,7 +93,7 @@ def _load(model: nn.Module, optimizer: torch.optim.Optimizer, trained: Trained) 
                 value.copy_(trained.state[f"{name}.{key}"])
 
 
-@pytest.mark.quick(5)
+@pytest.mark.sample(4)
 @in_each_world
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_fixed_models_train_as_plain_training_does(case: Case, world: int) -> None:
@@ -102,7 +102,7 @@ def test_fixed_models_train_as_plain_training_does(case: Case, world: int) -> No
         assert_same_bits(result, results[0])
 
 
-@pytest.mark.quick(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", ["uneven_mlp", "tied"])
 def test_two_runs_are_the_same(name: str) -> None:
     first, again = (pool(2).run(_case_beside_oracle, name, 2, 3, {}, timeout=TIMEOUT)[0] for _ in range(2))
@@ -201,7 +201,7 @@ def _beside(rank: int, name: str, other: Callable[[nn.Module, Case], nn.Module],
         start = ours
 
 
-@pytest.mark.quick(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("other", [_ddp, _fsdp2])
 def test_a_step_is_that_of_other_implementations(other: Callable[[nn.Module, Case], nn.Module]) -> None:
     """Three steps of a transformer, each from equal state."""

@@ -141,7 +141,7 @@ RAISE = list(itertools.product([2, 3], ["fail", "fail_backward"], [0, 2]))
 ALWAYS = [(2, "fail", 0), (3, "fail_backward", 2)]
 
 
-@pytest.mark.quick(4)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("world", "where", "block"),
     [case if case in ALWAYS else pytest.param(*case, marks=pytest.mark.slow) for case in RAISE],
@@ -159,7 +159,7 @@ def test_one_rank_raises(world: int, where: str, block: int) -> None:
     assert {renewed for _, _, renewed in found} == {1}
 
 
-@pytest.mark.quick(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("where", ["fail", "fail_backward"])
 def test_all_ranks_raise_and_nothing_is_cut(where: str) -> None:
     expected = run_forks(2, undisturbed, (4,), 60)
@@ -204,7 +204,7 @@ def _stopped(rank: int) -> None:
         training.step(1)
 
 
-@pytest.mark.quick(2)
+@pytest.mark.sample(1)
 def test_a_stopped_rank_is_named() -> None:
     assert run_killed(2, _stopped, None, timeout=40) == [DONE, DONE]
 
@@ -282,7 +282,7 @@ def _guarded(rank: int) -> tuple[list[Tensor], str]:
     return training.state(), said
 
 
-@pytest.mark.quick(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("world", [2, 3])
 def test_a_guarded_block_raises_on_all_ranks(world: int) -> None:
     expected = run_forks(world, undisturbed, (4,), 60)

@@ -140,7 +140,7 @@ def _round_trip(rank: int, kind: str, folder: str, dtype: torch.dtype, recompute
     return found
 
 
-@pytest.mark.quick(3)
+@pytest.mark.sample(1)
 @behaviour(
     "transformers: a model on the meta device is filled from its files, and exported to files that `from_pretrained` "
     "loads with equal logits",

@@ -50,7 +50,7 @@ def _compare(name: str, other: str, kind: str) -> list[str]:
     return [f"rank {rank}, {line}" for rank, lines in enumerate(found) for line in lines]
 
 
-@pytest.mark.quick(14)
+@pytest.mark.sample(2)
 @each_program
 def test_against_plain_training(name: str) -> None:
     program = PROGRAMS[name]
@@ -68,7 +68,7 @@ def _alone(rank: int, name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.drawn(4)
+@pytest.mark.sample(full=20)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_against_torch(name: str) -> None:
     """Torch's half: that it agrees, and where it is said not to, that it does not."""

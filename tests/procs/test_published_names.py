@@ -86,7 +86,7 @@ def _compare(rank: int, part: int) -> tuple[dict[str, int], list[str]]:
 
 
 @pytest.mark.slow
-@pytest.mark.drawn(4)
+@pytest.mark.sample(full=4)
 @pytest.mark.parametrize("part", range(PARTS))
 def test_names_shapes_and_order_are_those_of_transformers(part: int) -> None:
     ((counts, wrong),) = pool(1).run(_compare, part, timeout=110.0)

@@ -105,7 +105,7 @@ def _part(rank: int, part: int) -> tuple[int, int, dict[str, list[str]]]:
 
 
 @pytest.mark.slow
-@pytest.mark.drawn(4)
+@pytest.mark.sample(full=4)
 @pytest.mark.hang_after(900)
 @pytest.mark.parametrize("part", range(PARTS))
 def test_the_whole_table_of_names(part: int) -> None:

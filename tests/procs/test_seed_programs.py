@@ -371,7 +371,7 @@ programs = behaviour(
 )
 
 
-@pytest.mark.quick(4)
+@pytest.mark.sample(3)
 @programs
 @pytest.mark.parametrize("block", BLOCKS, ids=lambda block: block.__name__.strip("_"))
 def test_block(block: Any) -> None:
@@ -384,7 +384,7 @@ def test_block_of_replicas() -> None:
     pool(4).run(_replicate_and_shard, timeout=60)
 
 
-@pytest.mark.quick(2)
+@pytest.mark.sample(1)
 @programs
 @pytest.mark.parametrize("block", [_dtensor_checkpoint, _dcp_checkpoint], ids=lambda block: block.__name__.strip("_"))
 def test_checkpoint_block(block: Any, tmp_path: Path) -> None:

@@ -75,7 +75,7 @@ def _load(rank: int, name: str, impl: str, folder: str) -> Trained:
     return found
 
 
-@pytest.mark.quick(20)
+@pytest.mark.sample(1)
 @behaviour("a DCP checkpoint of either is read by either, on another world", area="state", torch="equal")
 @pytest.mark.parametrize(
     ("saver", "writers", "loader", "readers"),

@@ -137,8 +137,7 @@ MANY = [(world, stop, stop % world) for world in (1, 2) for stop in range(1, STE
 ]
 
 
-@pytest.mark.quick(5)
-@pytest.mark.drawn(6)
+@pytest.mark.sample(1, full=8)
 @pytest.mark.parametrize(
     ("world", "stop_at", "stop_rank"),
     [*((w, s, min(r, w - 1)) for w, s, r in STOPS), *(pytest.param(*one, marks=pytest.mark.slow) for one in MANY)],

@@ -136,7 +136,7 @@ def figures(records: list[StepRecord]) -> list[tuple[float, ...]]:
     return [(r.loss, r.bits_per_byte, r.grad_norm, r.lr, r.val_loss or 0, r.val_bits_per_byte or 0) for r in records]
 
 
-@pytest.mark.quick(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("world", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
 def test_initial_values_are_those_of_the_plain_model(world: int) -> None:
     """Meta device, shards, `to_empty`, `init_weights` give bitwise what the unsharded model gets from the same seed."""
@@ -145,7 +145,7 @@ def test_initial_values_are_those_of_the_plain_model(world: int) -> None:
     assert_equal(run_on(world).initial, {name: p.detach() for name, p in model.named_parameters()})
 
 
-@pytest.mark.quick(5)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "world, overrides",
     [

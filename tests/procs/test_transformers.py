@@ -42,7 +42,7 @@ def _training(rank: int, impl: str, tied: bool) -> tuple[Any, Any, list[float], 
     )
 
 
-@pytest.mark.quick(2)
+@pytest.mark.sample(1)
 @behaviour("transformers: a Llama, tied and untied, trains as one process", area="packages")
 @for_each_implementation
 @each_tie

@@ -33,7 +33,7 @@ from tests.harness.verified import ENTRY, compare, record
 SOUND = ["zero3", "zero2+bf16+micro=2", "zero3+offload+recompute", "zero3+micro=3", "zero2+fp16+micro=2"]
 
 
-@pytest.mark.quick(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("strategy", SOUND)
 def test_sound_training_is_equal(strategy: str, tmp_path: Path) -> None:
     result = compare(tmp_path, record(tmp_path, strategy))
@@ -76,7 +76,7 @@ def test_a_norm_that_does_not_keep_its_dtype_is_found() -> None:
     assert weights._dtype_of("norm.weight") is None and weights._dtype_of("up.weight") == torch.bfloat16
 
 
-@pytest.mark.quick(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("program", "strategy"), [("timed", "zero3+bf16+recompute"), ("aliased", "zero3"), ("together", "zero3+bf16")]
 )
@@ -86,7 +86,7 @@ def test_other_programs_are_equal(program: str, strategy: str, tmp_path: Path) -
     assert result.verdict == "equal", result.difference
 
 
-@pytest.mark.quick(10)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("strategy", "world"),
     [("zero3", 1), ("zero3", 3), ("zero3+hsdp=2", 4), ("zero2+hsdp=2+micro=2", 4), ("zero3=2+bf16", 4)],
@@ -96,7 +96,7 @@ def test_other_worlds(strategy: str, world: int, tmp_path: Path) -> None:
     assert result.verdict == "equal", result.difference
 
 
-@pytest.mark.quick(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("strategy", "world"), [("zero3+tp=2", 2), ("zero2+micro=2+tp=2", 4), ("zero3+hsdp=2+tp=2", 4)]
 )
@@ -168,7 +168,7 @@ def test_torch_is_a_subject_too(strategy: str, tmp_path: Path) -> None:
     assert result.verdict == "equal", result.difference
 
 
-@pytest.mark.quick(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("fault", [None, "the result is rounded"])
 def test_torch_is_the_reference_too(fault: str | None, tmp_path: Path) -> None:
     """Also of what the plain model was found to be equal to: here a comparison that the fault had passed."""
@@ -197,7 +197,7 @@ def test_a_gradient_that_torch_does_not_have(tmp_path: Path) -> None:
     assert "torch's FSDP2, as the reference" in found.cause and comparison.result.verdict == "different"
 
 
-@pytest.mark.quick(9)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", PROVEN)
 def test_a_fault_of_the_engine_is_found_and_named(name: str, tmp_path: Path) -> None:
     case = PROVEN[name]
@@ -332,7 +332,7 @@ CHANGES: dict[str, tuple[Callable[[dict[str, Any], dict[str, Any]], object], str
 }
 
 
-@pytest.mark.quick(3)
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("name", CHANGES)
 def test_a_change_is_found_and_named(name: str, trained: tuple[Path, Setting], tmp_path: Path) -> None:
     folder, setting = trained
@@ -387,7 +387,7 @@ ALONG_1: dict[str, tuple[str, Callable[[torch.Tensor, torch.Tensor], torch.Tenso
 }
 
 
-@pytest.mark.quick(4)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", ALONG_1)
 def test_where_parameters_are_cut_along_another_dim(
     name: str, cut_along_1: tuple[Path, Setting], tmp_path: Path

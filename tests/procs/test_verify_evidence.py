@@ -1,6 +1,6 @@
 """The evidence for `fullshard verify`: a hundred seeded faults are found, a hundred sound settings equal.
 
-`make test` runs a sample, `make test-full` a part of the others each day.
+`make test` runs a sample, `make test-full` a larger one, `make test-all` all.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.quick(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("fault", _sampled([*GRADIENT_FAULTS], 23))
 def test_a_seeded_fault_is_found_and_its_parameter_is_named(fault: GradientFault, sound: Path, tmp_path: Path) -> None:
     setting = record_gradient_fault(tmp_path, fault)
@@ -166,7 +166,7 @@ def _apart(ours: Path, theirs: Path, world: int, dtype: torch.dtype) -> set[tupl
     return found
 
 
-@pytest.mark.quick(5)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", _sampled([*PROVEN], 6), ids=str)
 def test_a_fault_of_the_engine_moves_what_it_is_found_by(
     name: str, trained_by: Callable[[str, Case], Path], tmp_path: Path
@@ -195,7 +195,7 @@ SETTINGS += [
 
 
 @pytest.mark.slow
-@pytest.mark.drawn(4)
+@pytest.mark.sample(full=26)
 @pytest.mark.parametrize(("strategy", "world"), SETTINGS, ids=[f"{s}-{w}" for s, w in SETTINGS])
 def test_a_sound_setting_is_equal(strategy: str, world: int, tmp_path: Path) -> None:
     assert len(SETTINGS) >= 100 and ENTRY

@@ -1,6 +1,6 @@
 """`fullshard verify` raises no alarm on sound programs, each with several strategies and all exercises that apply.
 
-`make test` runs a sample, `make test-full` a part of the others each day.
+`make test` runs a sample, `make test-full` a larger one, `make test-all` all.
 """
 
 from __future__ import annotations
@@ -29,8 +29,7 @@ def test_there_are_enough() -> None:
     assert all(len(sound.strategies) >= 5 for sound in SOUND.values())
 
 
-@pytest.mark.quick(80)
-@pytest.mark.drawn(40)
+@pytest.mark.sample(9, full=24)
 @pytest.mark.parametrize(("name", "strategy"), CASES, ids=[f"{name}-{strategy}" for name, strategy in CASES])
 def test_a_sound_program_is_equal(name: str, strategy: str, tmp_path: Path) -> None:
     if SOUND[name].package:

@@ -7,12 +7,10 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tests import conftest
-from tests.harness import draw, hang
+from tests.harness import hang, samples
 
 ROOT = Path(__file__).parents[2]
 
@@ -129,38 +127,6 @@ def test_next():
     assert "call of test_example.py::test_hangs did not end within 0.3 s" in run.stdout
 
 
-class _Item:
-    """As much of a test as the rules about drawing look at."""
-
-    def __init__(self, name: str, *marks: pytest.MarkDecorator) -> None:
-        self.path, self.nodeid = Path("tests/threads/test_example.py"), f"tests/threads/test_example.py::{name}"
-        self._marks = {mark.name: mark.mark for mark in marks}
-
-    def get_closest_marker(self, name: str) -> pytest.Mark | None:
-        return self._marks.get(name)
-
-    def add_marker(self, marker: pytest.MarkDecorator) -> None:
-        self._marks[marker.name] = marker.mark
-
-
-def test_each_day_other_slow_tests_run_and_on_n_days_all() -> None:
-    slow, quick, drawn = pytest.mark.slow, pytest.mark.quick(4), pytest.mark.drawn(2)
-    items: Any = [_Item(f"test_alone_{i}", slow) for i in range(60)]
-    items += [_Item(f"test_alike[{i}]", quick) for i in range(80)]
-    items += [_Item(f"test_family[{i}]", slow, drawn) for i in range(60)]
-    items += [_Item("test_quick")]
-    conftest._keep_some_quick(items)
-    days = [{i.nodeid for i in items if draw.is_drawn(i.nodeid, conftest._one_in(i), day)} for day in range(8)]
-    for name, in_days in (("test_alone", 3), ("test_alike", 8), ("test_family", 2)):
-        family = {item.nodeid for item in items if name in item.nodeid}
-        assert set().union(*days[:in_days]) >= family, "on n days in a row all of them"
-        always = set.intersection(*days) & family
-        assert len(always) == (20 if name == "test_alike" else 0), "what is not slow is never left out"
-        rest = len(family - always) / in_days
-        assert all(rest / 2 < len((day & family) - always) < rest * 2 for day in days), "each day about as many"
-    assert all("tests/threads/test_example.py::test_quick" in day for day in days)
-
-
 def test_this_test_carries_the_marker_of_its_tier(request: pytest.FixtureRequest) -> None:
     assert request.node.get_closest_marker("pure") is not None
 
@@ -206,15 +172,91 @@ def test_a_rank_that_is_left_behind_fails_its_test_alone(tmp_path: Path) -> None
     assert "rank 0 could not be ended and is left behind" in run.stdout and "in stuck" in run.stdout
 
 
-@pytest.mark.quick(3)
+@pytest.mark.sample(3, full=5)
 @pytest.mark.parametrize("case", range(7))
 @pytest.mark.parametrize("slow", [pytest.param(True, marks=pytest.mark.slow), False])
-def test_of_a_quick_family_one_in_n_is_not_slow(slow: bool, case: int, request: pytest.FixtureRequest) -> None:
+def test_of_a_family_some_run(slow: bool, case: int, request: pytest.FixtureRequest) -> None:
     """What is slow by itself is not counted. Of a case that was chosen alone, there is no other."""
-    items = [
-        item for item in request.session.items if item.nodeid.partition("[")[0] == request.node.nodeid.partition("[")[0]
-    ]
-    here = [item for item in items if not item.callspec.params["slow"]]  # type: ignore[attr-defined]
-    assert len(items) == 1 or [
-        item.callspec.params["case"] for item in here if not item.get_closest_marker("slow")
-    ] == [0, 3, 6]  # type: ignore[attr-defined]
+    family: dict[tuple[bool, int], pytest.Item] = {
+        (item.callspec.params["slow"], item.callspec.params["case"]): item  # type: ignore[attr-defined]
+        for item in request.session.items
+        if item.nodeid.partition("[")[0] == request.node.nodeid.partition("[")[0]
+    }
+    if len(family) == 14:
+        quick = {key for key, item in family.items() if not item.get_closest_marker("slow")}
+        beyond = {key for key, item in family.items() if item.get_closest_marker("beyond")}
+        assert quick == {(False, 0), (False, 3), (False, 6)}
+        assert len(beyond) == 9 and not beyond & quick and {key[0] for key in family.keys() - beyond} == {True, False}
+
+
+FAMILIES = """
+@pytest.mark.slow
+def test_long(): pass
+
+@pytest.mark.sample(2, full=3)
+@pytest.mark.parametrize("b", "xyz")
+@pytest.mark.parametrize("a", range(3))
+def test_family(a, b): pass
+
+@pytest.mark.sample(full=1)
+@pytest.mark.parametrize("a", [1, pytest.param(2, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow)])
+def test_some_slow(a): pass
+"""
+
+
+def _ids(run: subprocess.CompletedProcess[str]) -> list[str]:
+    """Those of the tests that passed in a run with -rA."""
+    return sorted(re.findall(r"^PASSED \S*::test_(\S+)", run.stdout, re.MULTILINE))
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize(
+    ("arguments", "ids", "said"),
+    [
+        (
+            ["--full"],
+            ["family[0-x]", "family[1-y]", "family[2-z]", "long", "some_slow[1]"],
+            "Left out, of 13 tests 8, which `make test-all` runs: "
+            "test_example.py::test_family (6), test_example.py::test_some_slow (2).",
+        ),
+        (["-m", "not slow"], ["family[0-x]", "family[2-z]", "some_slow[1]"], None),
+        (["-m", "not slow", "-k", "1-y"], [], None),
+        (["--part", "1/5"], ["family[1-z]", "family[0-x]", "some_slow[2]"], None),
+    ],
+)
+def test_what_a_run_leaves_out(tmp_path: Path, arguments: list[str], ids: list[str], said: str | None) -> None:
+    """By the same choice each time, and by name at the end."""
+    run = _session(tmp_path, FAMILIES, "-rA", *arguments)
+    assert run.returncode == (0 if ids else 5), run.stdout
+    assert _ids(run) == sorted(ids)
+    assert ("Left out" in run.stdout) is (said is not None) and (said or "") in run.stdout
+
+
+@pytest.mark.slow
+def test_without_arguments_all_tests_run_and_with_full_no_line_is_missing(tmp_path: Path) -> None:
+    """That nothing was left out is said, too."""
+    run = _session(tmp_path, FAMILIES, "-q", "--collect-only")
+    assert run.stdout.count("::test_") == 13 and "Left out" not in run.stdout
+    run = _session(tmp_path, "def test_alone(): pass\n", "--full")
+    assert "Nothing was left out of 1 tests." in run.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("words", ["", "1, 2", "1, half=2"])
+def test_a_sample_of_no_number_is_refused(tmp_path: Path, words: str) -> None:
+    run = _session(tmp_path, f"@pytest.mark.sample({words})\ndef test_alone(): pass\n")
+    assert run.returncode != 0 and "expected sample(n), sample(n, full=m) or sample(full=m)" in run.stdout + run.stderr
+
+
+def test_a_sample_shows_each_value_of_each_argument() -> None:
+    """Of three arguments, as many as the longest list has values; then each pair."""
+    cases = [{"a": a, "b": b, "c": c} for a in range(2) for b in range(5) for c in range(3)]
+    for n in (5, 15):
+        chosen = [cases[index] for index in samples.choose(cases, n)]
+        assert len(chosen) == n
+        assert {(name, value) for case in chosen for name, value in case.items()} == {
+            (name, value) for case in cases for name, value in case.items()
+        }
+    assert len({(case["b"], case["c"]) for case in chosen}) == 15
+    assert samples.choose(cases, 5, first=[7, 8]) == samples.choose(cases, 5, first=[7, 8])
+    assert {7, 8} < set(samples.choose(cases, 5, first=[7, 8])) and len(samples.choose(cases, 99)) == len(cases)

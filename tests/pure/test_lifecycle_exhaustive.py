@@ -80,7 +80,7 @@ def run_to_the_end(world: World, program: Program) -> None:
 
 # None differs from True in the root alone.
 @pytest.mark.parametrize(("reshard", "depth"), [*product((True, False), DEPTHS), (None, 1), (2, 1)])
-@pytest.mark.quick(6)
+@pytest.mark.sample(2)
 def test_every_order_after_every_other(reshard: bool | int | None, depth: int) -> None:
     """Two steps, then an evaluation: the second step has the plan of the first, which may be wrong."""
     for first, second in product(ORDERS, repeat=2):
@@ -107,7 +107,7 @@ INPUTS_FIRST = [replace(trait, inputs_first=True) for trait in TRAITS if trait.i
 PAIRS = [*product(TRAITS, repeat=2), *product(INPUTS_FIRST, (PLAIN, Trait("some"))), *product((PLAIN,), INPUTS_FIRST)]
 
 
-@pytest.mark.quick(3)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("order", [("a", "b"), ("b", "a", "b"), (NESTED,)], ids=["ab", "bab", "b in a"])
 @pytest.mark.parametrize("reshard", [True, False, 2])
 def test_every_kind_of_unit_beside_every_other(reshard: bool | int, order: tuple[Use | str, ...]) -> None:
@@ -185,7 +185,7 @@ FAILING: list[tuple[tuple[Use | str, ...], Traits]] = [
 ]
 
 
-@pytest.mark.quick(3)
+@pytest.mark.sample(8)
 @pytest.mark.parametrize(("order", "traits"), FAILING)
 @pytest.mark.parametrize("reshard", RESHARD)
 def test_nothing_is_left_of_a_step_that_failed_at_any_point(

@@ -63,7 +63,7 @@ def combinations(count: int = 2) -> Iterator[dict[str, str]]:
         yield dict(zip(("root", *NAMES), chosen, strict=False))
 
 
-@pytest.mark.quick(5)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("reshard", [True, False, 2])
 @pytest.mark.parametrize("inputs", [True, False])
 def test_whatever_is_absent_on_a_rank(inputs: bool, reshard: bool | int) -> None:
@@ -94,7 +94,7 @@ def test_inputs_that_two_units_share_are_reached_late() -> None:
         ranks([late, late], traits, [{}, *combinations(3)], depth=1)
 
 
-@pytest.mark.quick(4)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("fifo", [True, False])
 @pytest.mark.parametrize("announced", [True, False])
 def test_several_forwards_before_their_backwards(announced: bool, fifo: bool) -> None:

@@ -405,7 +405,7 @@ KEEP_THE_CLASS = set(
 )
 
 
-@pytest.mark.quick(4)
+@pytest.mark.sample(16)
 @pytest.mark.parametrize("name", names())
 def test_every_program_is_converted_whole(name: str) -> None:
     """Nothing is left by hand. Nothing of FSDP1 or DDP is left, or its class is the adapter's."""
@@ -438,7 +438,7 @@ def test_every_line_that_needs_a_person_is_named(path: Path, here: Path, capsys:
     assert lines == marked
 
 
-@pytest.mark.quick(4)
+@pytest.mark.sample(14)
 @pytest.mark.parametrize("name", [name for name in names() if uses_fsdp1(name)])
 def test_the_adapter_changes_imports_alone(name: str) -> None:
     found = migrate_code(entry(name), adapter=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import datetime
 import re
 import shutil
 import subprocess
@@ -176,12 +175,21 @@ def test_only_a_failed_test_kills() -> None:
         assert mutate.judge(code, output)[0] == "error"
 
 
-@pytest.mark.slow
-@pytest.mark.hang_after(1800)
-def test_mutations_are_killed() -> None:
-    """A tenth of them, another one each day: all take the better part of an hour, and the document says what came of
-    that. By itself: this process may have a fork server."""
-    tenth = datetime.date.today().toordinal() % 10
-    command = [sys.executable, "-m", "tests.harness.mutate", "--tenth", str(tenth)]
+def _are_killed(*arguments: str) -> None:
+    """By itself: this process may have a fork server."""
+    command = [sys.executable, "-m", "tests.harness.mutate", *arguments]
     run = subprocess.run(command, cwd=mutate.REPOSITORY, capture_output=True, text=True)
     assert run.returncode == 0, run.stdout + run.stderr
+
+
+def test_a_sample_of_mutations_is_killed() -> None:
+    assert len(mutate.sample(MUTATIONS)) >= 10
+    _are_killed("--sample", "--jobs", "1")
+
+
+@pytest.mark.slow
+@pytest.mark.hang_after(3600)
+@pytest.mark.parametrize("tenth", range(10))
+def test_mutations_are_killed(tenth: int) -> None:
+    """All of the tables."""
+    _are_killed("--tenth", str(tenth), "--jobs", "1")

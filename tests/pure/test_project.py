@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from tests.data import exchange_checkpoints
+from tests.workers import TIERS
 from tools import cuda_stubs, release_check, try_package, version_table, versions
 from tools.cuda_stubs import Elf, Wanted
 from tools.versions import VERSIONS
@@ -42,6 +43,21 @@ def test_addresses_are_in_the_repository_of_pyproject() -> None:
     urls = PYPROJECT["project"]["urls"]
     assert set(urls) >= {"Source", "Issues", "Changelog"}
     assert all(url.startswith(CONTACTS["repository"]) for url in urls.values())
+
+
+def test_each_night_all_tests_run() -> None:
+    """By tiers, of which each machine has some, or a part of one."""
+    night = (ROOT / ".github/workflows/nightly.yml").read_text()
+    assert 'make test-all PYTHON=python ARGS="${{ matrix.tests }}"' in night and "--full" not in night
+    lines = re.findall(r"^ +- (tests/.*)$", night, re.MULTILINE)
+    found = [tier for line in lines for tier in re.findall(r"tests/(\w+)", line) if "--part" not in line]
+    parts: dict[str, list[str]] = {}
+    for tier, part in re.findall(r"tests/(\w+) --part=(\d+/\d+)$", "\n".join(lines), re.MULTILINE):
+        parts.setdefault(tier, []).append(part)
+    for tier, each in parts.items():
+        assert each == [f"{number}/{len(each)}" for number in range(len(each))]
+        found.append(tier)
+    assert sorted(found) == sorted(TIERS["processes-1"])
 
 
 @pytest.fixture

@@ -132,7 +132,7 @@ def _stale_weight(case: Case, model: nn.Module, step: int, names: list[str]) -> 
     parameter.data.copy_(now)
 
 
-@pytest.mark.quick(4)
+@pytest.mark.sample(7)
 @pytest.mark.parametrize("wrong", [_wrong_divisor, _missing_rank, _twice, _stale_weight])
 @pytest.mark.parametrize("name", CASES)
 def test_what_is_wrong_in_the_last_step_alone_is_outside(name: str, wrong: Any) -> None:

@@ -67,7 +67,7 @@ def plain(world: int, shared: bool, absent: str) -> Any:
     return collect(model, optimizer)
 
 
-@pytest.mark.quick(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("absent", ["left", "right", "both"])
 @pytest.mark.parametrize("shared", [True, False])
 def test_gradients_absent_on_some_ranks_do_not_mix_messages(shared: bool, absent: str) -> None:

@@ -129,7 +129,7 @@ PARTED: dict[str, tuple[Program, int, str]] = {
 }
 
 
-@pytest.mark.quick(3)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("case", PARTED)
 def test_ranks_that_part_are_named_with_the_cure(case: str) -> None:
     make, forward, name = PARTED[case]
@@ -206,7 +206,7 @@ RIGHT: dict[str, Program] = {
 }
 
 
-@pytest.mark.quick(2)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("case", RIGHT)
 def test_programs_that_average_or_mean_it_go_on(case: str) -> None:
     assert run_ranks(2, outcome, RIGHT[case], 4) == [(4, "", "")] * 2

@@ -93,7 +93,7 @@ def test_every_use_runs() -> None:
     assert {*BOTH, *OURS, *FORWARD_MODE, *FORWARD_MODE_OURS} == set(USES)
 
 
-@pytest.mark.quick(5)
+@pytest.mark.sample(6)
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor:UserWarning")
 @pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled:UserWarning")
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad:UserWarning")  # a checkpoint in a checkpoint
@@ -104,7 +104,7 @@ def test_equals_the_plain_model(name: str, world: int, impl: Implementation, mon
     check_use(USES[name], world, impl=impl)
 
 
-@pytest.mark.quick(3)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("world", [2, pytest.param(1, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", [_named(name, *said) for name, said in OURS.items()])
 def test_equals_the_plain_model_where_torch_fails(

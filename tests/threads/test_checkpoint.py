@@ -125,7 +125,7 @@ WORLDS = [(1, 2), (2, 1), (2, 3), (3, 2), (4, 3), (3, 5)]
 ALL_WORLDS = [(a, b) for a in range(1, 7) for b in range(1, 7)]
 
 
-@pytest.mark.quick(3)
+@pytest.mark.sample(2)
 @behaviour(
     "saved by {a} ranks, loaded by {b}: bitwise, optimizer included",
     area="checkpoints",
@@ -141,7 +141,7 @@ def test_any_world_loads_what_any_other_saved(a: int, b: int, tmp_path: Path) ->
 
 
 @pytest.mark.slow
-@pytest.mark.drawn(4)
+@pytest.mark.sample(full=36)
 @pytest.mark.parametrize("layouts", [("fsdp", "fsdp"), ("fsdp", "columns"), ("hsdp", "fsdp"), ("columns", "hsdp")])
 @pytest.mark.parametrize(("a", "b"), ALL_WORLDS)
 def test_every_world_loads_what_every_other_saved(a: int, b: int, layouts: tuple[str, str], tmp_path: Path) -> None:
@@ -150,7 +150,7 @@ def test_every_world_loads_what_every_other_saved(a: int, b: int, layouts: tuple
         assert_same(found, expected)
 
 
-@pytest.mark.quick(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("a", "before", "b", "after"),
     [(4, "hsdp", 3, "fsdp"), (3, "columns", 2, "fsdp"), (2, "fsdp", 4, "hsdp"), (1, "plain", 3, "columns")],

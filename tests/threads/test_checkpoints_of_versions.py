@@ -33,7 +33,7 @@ def _loaded(rank: int, folder: str, layout: str) -> dict[str, str]:
     return digests(state_of(model, optimizer, state["step"]))
 
 
-@pytest.mark.quick(3)
+@pytest.mark.sample(10)
 @pytest.mark.parametrize(("world", "layout"), PLACES)
 @pytest.mark.parametrize(("version", "kind"), WRITTEN)
 def test_what_earlier_versions_wrote_loads_bitwise(

@@ -154,7 +154,7 @@ def test_kept_parts_and_offload(impl: Implementation) -> None:
     assert_same_training(trained, plain_training(4, clip=0.5))
 
 
-@pytest.mark.quick(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("shape", "param_dtype"),
     [((4,), torch.bfloat16), ((2, 4), None), slow((4,), None), slow((2, 4), torch.bfloat16)],
@@ -197,7 +197,7 @@ def test_backward_gathers_kept_parts_and_copies_nothing_from_the_host(
 # ---- offload and replicas ------------------------------------------------------------------------------------
 
 
-@pytest.mark.quick(2)
+@pytest.mark.sample(1)
 @behaviour("CPUOffloadPolicy on a mesh that replicates, with clipping and accumulation ({window})", area="offload")
 @pytest.mark.parametrize("window", ["without messages", "without all-reduce"])
 @for_each_implementation
@@ -215,7 +215,7 @@ def test_offload_on_a_mesh_that_replicates(window: str, impl: Implementation) ->
         assert_same_bits(other, replicas[0])
 
 
-@pytest.mark.quick(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("shape", [(2, 2), (2, 1)], ids=str)
 @pytest.mark.parametrize("window", ["both", *(slow(window) for window in WINDOWS if window != "both")])
 def test_offload_changes_no_bit_on_a_mesh_that_replicates(window: str, shape: tuple[int, int], moved: None) -> None:

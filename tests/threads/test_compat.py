@@ -61,7 +61,7 @@ def is_block(module: nn.Module) -> bool:
 # ---- FSDP1 -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.quick(3)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("options", "units"),
     [
@@ -302,7 +302,7 @@ def composed(rank: int, config: Any, precision: Any, meshed: bool, auto: bool) -
     return train(model, optimizer, CASE, rank), prepared
 
 
-@pytest.mark.quick(2)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("config", "precision", "meshed", "auto"),
     [

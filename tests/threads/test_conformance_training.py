@@ -46,7 +46,7 @@ from tests.harness.models import (
 # ---- gradients -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.quick(3)
+@pytest.mark.sample(3)
 @behaviour("gradients are DTensors with the mean over ranks, and add up", area="gradients")
 @for_each_implementation
 @each_world
@@ -316,7 +316,7 @@ def test_clipping_by_the_global_norm(norm_type: float, impl: Implementation, wor
     run(rank_main, impl, world=world)
 
 
-@pytest.mark.quick(4)
+@pytest.mark.sample(5)
 @behaviour("training with AdamW equals the plain model, optimizer state included", area="training")
 @for_each_implementation
 @each_case

@@ -51,7 +51,7 @@ def test_every_program_runs() -> None:
     assert set(TITLES) == set(EVERYDAY)
 
 
-@pytest.mark.quick(5)
+@pytest.mark.sample(4)
 @ignore_views
 @pytest.mark.parametrize(("world", "impl"), WORLDS)
 @pytest.mark.parametrize(
@@ -203,7 +203,7 @@ def test_functional_call_with_computed_weights_is_refused() -> None:
 # ---- freezing in mixed precision -----------------------------------------------------------------------------
 
 
-@pytest.mark.quick(4)
+@pytest.mark.sample(1)
 @behaviour(
     "parameters frozen and unfrozen between steps, in mixed precision",
     area="mixed precision",

@@ -235,7 +235,7 @@ def test_an_exception_at_any_point(impl: Implementation) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.drawn(7)
+@pytest.mark.sample(full=1)
 @pytest.mark.hang_after(600)
 @pytest.mark.parametrize(
     ("world", "mesh", "options"),

@@ -125,7 +125,7 @@ def base() -> nn.Module:
     torch="better",
     reason="the next step discards what the failed one left; torch wants `reset_iter_state()`, not called here",
 )
-@pytest.mark.quick(5)
+@pytest.mark.sample(5)
 @pytest.mark.parametrize(("name", "where"), list(itertools.product(MODULES, ["before", "after", "backward"])))
 def test_a_failed_step_leaves_nothing(base: nn.Module, name: str, where: str, impl: Implementation) -> None:
     def script(model: Any, optimizer: Any, rank: int) -> None:
@@ -148,7 +148,7 @@ def test_the_very_first_step_may_fail(base: nn.Module, where: str) -> None:
     _compare(base, script, _undisturbed)
 
 
-@pytest.mark.quick(2)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("exception", [KeyboardInterrupt, torch.OutOfMemoryError])
 @pytest.mark.parametrize("where", ["before", "after"])
 def test_any_exception(base: nn.Module, exception: type[BaseException], where: str) -> None:
@@ -170,7 +170,7 @@ def test_any_exception(base: nn.Module, exception: type[BaseException], where: s
     _compare(base, script, _undisturbed)
 
 
-@pytest.mark.quick(3)
+@pytest.mark.sample(2)
 @behaviour(
     "a micro-batch that raised may be tried again; the good ones of the window stay",
     area="failures",

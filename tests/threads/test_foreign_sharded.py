@@ -122,7 +122,7 @@ def opened(folder: Path, kind: str) -> Source:
     return open_source(folder / "ours")
 
 
-@pytest.mark.quick(3)
+@pytest.mark.sample(6)
 @behaviour(
     "a sharded model loads from {kind}: each rank reads its rows and not one more",
     area="checkpoints",

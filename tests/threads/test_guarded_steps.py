@@ -180,7 +180,7 @@ CASES: dict[str, tuple[str, Any, bool, str]] = {
 }
 
 
-@pytest.mark.quick(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", CASES)
 def test_a_step_that_some_ranks_took_and_others_not(name: str) -> None:
     how, kind, given, words = CASES[name]
@@ -273,7 +273,7 @@ def _goes_on(rank: int, way: str, folder: Path) -> list[Tensor]:
     return state(model, optimizer)
 
 
-@pytest.mark.quick(4)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("way", ["load_state_dict", "checkpoint", "by hand", "one rank alone"])
 def test_a_load_brings_all_ranks_together_again(way: str, tmp_path: Path) -> None:
     same(run_ranks(2, _goes_on, way, tmp_path / "c"), run_ranks(2, undisturbed))

@@ -70,7 +70,7 @@ def _train(case: Case, shape: tuple[int, int], impl: Implementation = FULLSHARD)
 # ---- training ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.quick(3)
+@pytest.mark.sample(2)
 @behaviour("training on a mesh (replicate, shard) of {shape}", area="strategies")
 @pytest.mark.parametrize("shape", [(2, 2), (2, 1), (3, 1), (1, 2)], ids=str)
 @for_each_implementation
@@ -83,7 +83,7 @@ def test_training_equals_the_plain_model(impl: Implementation, shape: tuple[int,
             assert_same_bits(other, replicas[0])
 
 
-@pytest.mark.quick(4)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", ["tiny_dims", "mixed_shapes", "frozen", "nested"])
 def test_other_shapes_of_parameters(name: str) -> None:
     """Fewer rows than ranks, convolutions, frozen parameters, units within units; and twice the same bits."""
@@ -220,7 +220,7 @@ WINDOWS: dict[str, list[tuple[bool, bool]]] = {  # (gradient sync, all-reduce) o
 }
 
 
-@pytest.mark.quick(3)
+@pytest.mark.sample(2)
 @behaviour("HSDP accumulation: `set_requires_all_reduce` ({window})", area="communication")
 @pytest.mark.parametrize("window", WINDOWS)
 @for_each_implementation

@@ -117,7 +117,7 @@ POLICIES = {
 }
 
 
-@pytest.mark.quick(2)
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("recompute", ["no", "inside", "around"])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_forward_finds_the_identities_of_the_plain_one(policy: str, recompute: str) -> None:
@@ -189,7 +189,7 @@ UNITS: dict[str, Callable[[Any], Any]] = {
     ("wrapped", "unit"),
     [(False, "around the checkpoint"), (False, "the attention")] + [(True, name) for name in UNITS],
 )
-@pytest.mark.quick(2)
+@pytest.mark.sample(3)
 def test_recomputed_attention_of_one_tensor(wrapped: bool, unit: str) -> None:
     def rank_fn(rank: int) -> None:
         reference: Any = seeded(lambda: Attentions(wrapped))

@@ -90,7 +90,7 @@ SOUND: dict[str, tuple[int, tuple[int, ...], dict[str, Any], Train]] = {
 }
 
 
-@pytest.mark.quick(4)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", SOUND)
 def test_sound_training_passes(name: str) -> None:
     world, shape, options, train = SOUND[name]

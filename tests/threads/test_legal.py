@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from fullshard import fully_shard
-from tests.harness import draw, legal, legal_programs
+from tests.harness import legal, legal_programs
 from tests.harness.legal_programs import AFTER, BEFORE, OPTIMIZERS, SETTINGS, STRATEGIES, WINDOWS, Program, generate
 from tests.harness.parity import environment
 from tests.harness.random_models import BlockSpec, LeafSpec, ModelSpec
@@ -40,22 +40,23 @@ def test_some_legal_programs_have_all_that_the_thousands_have() -> None:
     assert wanted <= found.of.keys(), wanted - found.of.keys()
 
 
-# Of the 2,000 programs of `python -m tests.harness.legal` (its `--ranks=gloo` runs 200) a tenth, another one each day.
-_DAYS = 10
+@pytest.mark.slow
+@pytest.mark.sample(full=1)
+@pytest.mark.hang_after(1800)
+@pytest.mark.parametrize("tenth", range(10))
+def test_hundreds_of_legal_programs(tenth: int) -> None:
+    """All that `python -m tests.harness.legal` runs."""
+    count = legal.COUNT // 10
+    assert legal.main(["--count", str(count), "--first", str(tenth * count), "--jobs", "2"]) == 0
 
 
 @pytest.mark.slow
+@pytest.mark.sample(full=1)
 @pytest.mark.hang_after(1800)
-def test_hundreds_of_legal_programs() -> None:
-    count = legal.COUNT // _DAYS
-    assert legal.main(["--count", str(count), "--first", str(draw.day() % _DAYS * count), "--jobs", "2"]) == 0
-
-
-@pytest.mark.slow
-@pytest.mark.hang_after(1800)
-def test_legal_programs_over_gloo() -> None:
-    first = 5000 + draw.day() % _DAYS * 20
-    assert legal.main(["--count", "20", "--first", str(first), "--ranks", "gloo"]) == 0
+@pytest.mark.parametrize("tenth", range(10))
+def test_legal_programs_over_gloo(tenth: int) -> None:
+    """All that `python -m tests.harness.legal --ranks=gloo` runs."""
+    assert legal.main(["--count", "20", "--first", str(5000 + tenth * 20), "--ranks", "gloo"]) == 0
 
 
 SMALL = Program(
@@ -121,7 +122,7 @@ def _beside_plain(rank: int, base: nn.Module, loss: Callable[[Any, Tensor, int],
         reference.zero_grad()
 
 
-@pytest.mark.quick(2)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("frozen", ["", "up.weight", "down.weight", "norm.weight"])
 def test_two_forwards_of_recomputed_units_and_one_backward(frozen: str) -> None:
     """Re-entrant recomputation brings the gradients of each use by themselves: those of the first one are not to be
@@ -152,7 +153,7 @@ class SkippingModel(Model):
     block = Skipping
 
 
-@pytest.mark.quick(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("skipped", [(0,), (2,), (0, 1), (1, 2), (0, 1, 2)])
 def test_units_that_return_their_input_on_one_rank(skipped: tuple[int, ...]) -> None:
     """An autograd node made the outputs of two units then: it tells of both, in the order in which other ranks are

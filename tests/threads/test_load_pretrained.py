@@ -113,7 +113,7 @@ def assert_loaded(model: Tied, expected: Tied | None = None) -> None:
         assert torch.equal(model(tokens), expected(tokens))
 
 
-@pytest.mark.quick(2)
+@pytest.mark.sample(2)
 @behaviour(
     "a tied model on the meta device is filled from a folder of safetensors; each rank reads its rows alone",
     area="initialisation",

@@ -67,7 +67,7 @@ def _train(impl: Implementation, rank: int, policy: str, **options: Any) -> list
     return seen
 
 
-@pytest.mark.quick(3)
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("after_forward", [True, False])
 @pytest.mark.parametrize("after_backward", [True, False])

@@ -37,7 +37,7 @@ def plain(make: Callable[[], nn.Module], **options: Any) -> Any:
     return fullshard.materialize(on_meta(make), **options)
 
 
-@pytest.mark.quick(4)
+@pytest.mark.sample(3)
 @behaviour(
     "`fullshard.materialize`: initial values are those of the plain model, at any world",
     area="initialisation",
@@ -162,7 +162,7 @@ def by_emptying(module: nn.Module) -> None:
         p.data.normal_()
 
 
-@pytest.mark.quick(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("init", [by_data, by_replacing, by_emptying])
 @pytest.mark.parametrize("world", [1, 3])
 def test_an_initialiser_of_the_user(init: Callable[[nn.Module], None], world: int) -> None:

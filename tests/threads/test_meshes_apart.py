@@ -244,7 +244,7 @@ LEGAL: list[Callable[[int, Meshes], None]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.quick(5)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     "program",
     [pytest.param(one, marks=pytest.mark.slow) if one is built_again_and_again else one for one in LEGAL],
@@ -320,7 +320,7 @@ APART = {
 }
 
 
-@pytest.mark.quick(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", APART)
 def test_who_waits_in_vain_for_ranks_that_train_is_told_where_these_are(name: str) -> None:
     """At the time limit of the process group: that they will not come is known to nobody."""

@@ -126,7 +126,7 @@ def _trained(
     return _state(model, optimizer), losses, lacking.failures if lacking else 0
 
 
-@pytest.mark.quick(5)
+@pytest.mark.sample(1)
 @behaviour(
     "out of memory: `MicroBatches` tries the step again in smaller pieces, bitwise as if they had been small at once",
     area="failures",
@@ -158,7 +158,7 @@ def test_failed_attempts_leave_no_trace(base: nn.Module, where: str, reduce: str
         _assert_equal(state, expected_state)
 
 
-@pytest.mark.quick(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("where", ["forward", "backward"])
 def test_a_later_piece_fails(base: nn.Module, where: str) -> None:
     """Two good pieces of four rows in the first step, one in the second, whose other one fails."""
@@ -184,7 +184,7 @@ def test_a_later_piece_fails(base: nn.Module, where: str) -> None:
         _assert_equal(state, expected)
 
 
-@pytest.mark.quick(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("options", [{}, {"reshard_after_forward": 2}, {"reshard_after_forward": False}], ids=str)
 def test_it_searches_for_the_largest(base: nn.Module, options: dict[str, Any]) -> None:
     """Half of what failed at first, later what lies between; close to whole batches in plain training."""

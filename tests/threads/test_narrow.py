@@ -163,7 +163,7 @@ def train(rank: int, reshard: Any, program: str, **options: Any) -> Any:
     return collect(model, optimizer)
 
 
-@pytest.mark.quick(4)
+@pytest.mark.sample(1)
 @behaviour("integer `reshard_after_forward`: trains as `True`, bit by bit", area=AREA)
 @for_each_implementation
 @pytest.mark.parametrize("program", ["plain", "two_forwards", "accumulating", "reading_between"])

@@ -106,7 +106,7 @@ def _places(gradients: list[tuple[str, Tensor]], rng: random.Random, count: int)
     return [(name, rng.randrange(g.numel()), rng.choice([math.nan, math.inf, -math.inf])) for name, g in chosen]
 
 
-@pytest.mark.quick(5)
+@pytest.mark.sample(1)
 @behaviour(
     "`fullshard.check_gradients`: one bad element of a gradient, anywhere, is named on all ranks, the step skipped",
     area="failures",

@@ -78,7 +78,7 @@ def test_torch_s_policy_is_accepted_and_others_are_not() -> None:
 MIXED = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
 
 
-@pytest.mark.quick(4)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("world", "policy", "micro"), [(1, {}, 2), (1, MIXED, 1), (2, {}, 1), (3, MIXED, 2)])
 def test_one_copy_each_way_for_each_gather_and_reduction(world: int, policy: Any, micro: int, moved: None) -> None:
     """Bitwise the training without offload, with clipping and accumulation; for each unit, per micro-batch: the forward

@@ -178,7 +178,7 @@ DIVERGENCES: dict[Callable[[Training, bool], None], tuple[str, str]] = {
 }
 
 
-@pytest.mark.quick(3)
+@pytest.mark.sample(8)
 @behaviour(
     "a rank about to send something else is found before it does, with the module and the ranks: {what}",
     area="failures",

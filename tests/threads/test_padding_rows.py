@@ -334,7 +334,7 @@ def test_all_modules_of_torch_are_listed() -> None:
     assert with_parameters == {name for name in SIZES if hasattr(nn, name)} - MADE_OF_OTHERS
 
 
-@pytest.mark.quick(4)
+@pytest.mark.sample(15)
 @pytest.mark.parametrize("way", ["reset", "materialize"])
 @pytest.mark.parametrize("name", SIZES)
 def test_each_module_of_torch_begins_as_in_one_process(name: str, way: str) -> None:

@@ -334,7 +334,7 @@ def micro(rank: int, config: Any) -> Trained:
     return collect(model, optimizer)
 
 
-@pytest.mark.quick(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("reduce", ["last", "each"])
 def test_microbatching(reduce: str) -> None:
     """With another number of micro-batches on each rank nothing waits for ever; gradients are those of all tokens."""
@@ -387,7 +387,7 @@ def test_no_shard_replicates() -> None:
 LEVELS_BY_NAME = {name: level for level in LEVELS for name in level.names}
 
 
-@pytest.mark.quick(7)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", LEVELS_BY_NAME)
 def test_level(name: str) -> None:
     """Each name that FSDP1 and DeepSpeed have for a level gives its mesh and resharding, and trains as one process; two
@@ -473,7 +473,7 @@ def test_optimizers() -> None:
     assert all("embedding.weight" in told and "fully_shard" in told for told in run_ranks(WORLD, stale))
 
 
-@pytest.mark.quick(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("keys", "checkpointed"),
     [

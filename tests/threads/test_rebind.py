@@ -140,7 +140,7 @@ def _goes_on(rank: int, world: int, kind: str, way: str) -> None:
     assert_same_training(collect(model, optimizer), collect(plain, whole))
 
 
-@pytest.mark.quick(3)
+@pytest.mark.sample(2)
 @behaviour(
     "`fullshard.rebind_optimizer`: an optimizer from before `fully_shard` is kept: groups, options, state, schedule",
     area="training",
@@ -152,7 +152,7 @@ def test_training_goes_on_where_it_was(kind: str) -> None:
     run_ranks(WORLD, lambda rank: _goes_on(rank, torch.distributed.get_world_size(), kind, "rows"))
 
 
-@pytest.mark.quick(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("way", ["columns", "replicas", "offload", "between", "on shards"])
 def test_however_it_is_cut(way: str) -> None:
     run_ranks(4 if way == "replicas" else 3, lambda rank: _goes_on(rank, 4 if way == "replicas" else 3, "SGD", way))

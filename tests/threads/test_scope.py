@@ -111,7 +111,7 @@ def test_the_rank_that_failed_is_named_and_not_one_that_followed() -> None:
     assert all(text.endswith("found that rank 2 raised: ValueError: a bad token") for text in found[:2])
 
 
-@pytest.mark.quick(4)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("at", [1, 2, 3, 4])
 def test_an_exception_in_a_question_is_told(at: int) -> None:
     """Of any kind, before or after this rank was counted: nobody waits for it, and all begin anew together."""

@@ -106,7 +106,7 @@ MOMENTS: dict[str, tuple[int, dict[str, Any], Callable[..., list[Tensor]], str]]
 }
 
 
-@pytest.mark.quick(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_an_optimizer_over_full_parameters_is_refused(moment: str) -> None:
     """At its first step and at each one after, whatever kind of step; one that is built later trains."""
@@ -295,7 +295,7 @@ def _nothing() -> Any:
     return contextlib.nullcontext()
 
 
-@pytest.mark.quick(2)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("left_off", ["sync", "all-reduce"])
 @pytest.mark.parametrize("first", [True, False])
 def test_what_a_window_that_is_open_refuses_and_what_it_allows(left_off: str, first: bool) -> None:
@@ -436,7 +436,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.quick(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("trained", [False, True])
 def test_a_plain_tensor_assigned_to_data_is_refused(options: str, trained: bool) -> None:
@@ -496,7 +496,7 @@ def _is_refused(model: Any, tokens: Tensor) -> None:
             module.reshard()
 
 
-@pytest.mark.quick(10)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("edit", [*EDITS, "moving average", "moving average by data"])
 def test_edits_between_steps_in_eval_train_eval(edit: str, options: str) -> None:

@@ -159,7 +159,7 @@ def test_converting_the_dtype_of_a_sharded_model(after_a_step: bool, world: int)
     run_ranks(world, job)
 
 
-@pytest.mark.quick(4)
+@pytest.mark.sample(3)
 @behaviour(
     "parameters edited or swapped between steps are seen, after an evaluation too",
     area="state",
@@ -201,7 +201,7 @@ def test_edits_between_steps_are_seen_also_after_evaluation(
     run_ranks(WORLD, job)
 
 
-@pytest.mark.quick(5)  # the first and the last, which no version shows
+@pytest.mark.sample(2)  # the first and the last, which no version shows
 @pytest.mark.parametrize("kept", ["root in evaluation", "after backward", "by choice in evaluation"])
 @pytest.mark.parametrize("foreach", [False, True])
 def test_an_optimizer_step_is_seen_by_parameters_kept_full(foreach: bool, kept: str) -> None:

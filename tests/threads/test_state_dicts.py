@@ -173,7 +173,7 @@ def test_saved_values_are_those_of_this_rank_and_no_more(impl: Implementation) -
 # ---- loading ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.quick(3)
+@pytest.mark.sample(2)
 @behaviour("`load_state_dict`, in place or assigned, before or in the middle of training", area="state")
 @for_each_implementation
 @pytest.mark.parametrize("name", CASES)
@@ -303,7 +303,7 @@ def test_keys_that_do_not_match_are_named(impl: Implementation) -> None:
     run(rank_main, impl)
 
 
-@pytest.mark.quick(4)
+@pytest.mark.sample(1)
 @behaviour(
     "`load_state_dict` takes plain full tensors: each rank its own part",
     area="state",

@@ -92,7 +92,7 @@ def _step(rank: int, model: Any, optimizer: Any, moment: str, see: Callable[[], 
     optimizer.zero_grad()
 
 
-@pytest.mark.quick(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("level", "take"),
     [

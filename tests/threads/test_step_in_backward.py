@@ -85,7 +85,7 @@ def _shard(case: Case, **options: Any) -> Callable[[Any], Any]:
 MIXED = fullshard.MixedPrecisionPolicy(torch.bfloat16, torch.float32)
 
 
-@pytest.mark.quick(2)
+@pytest.mark.sample(1)
 @behaviour(
     "`fullshard.step_in_backward`: bitwise the training that steps after backward",
     area="training",
@@ -125,7 +125,7 @@ SEVERAL = {
 OFTEN = {"shared_blocks", "gradient_penalty", "recompute_outside_reentrant", "unused_layer", "same_loss_twice", "pairs"}
 
 
-@pytest.mark.quick(4)
+@pytest.mark.sample(6)
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("world", [1, 2, 3])
 @pytest.mark.parametrize(

@@ -255,7 +255,7 @@ def test_a_list_trains_as_plain_modules_do(program: str, impl: Implementation) -
     _assert_trains_as_plain(impl, PROGRAMS[program], WORLD)
 
 
-@pytest.mark.quick(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("world", [1, 3, 4])
 @pytest.mark.parametrize("reshard", [True, False])
 def test_a_list_trains_in_any_world(world: int, reshard: bool) -> None:

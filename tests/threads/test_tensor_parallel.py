@@ -100,7 +100,7 @@ def collect(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Ten
     return found
 
 
-@pytest.mark.quick(3)
+@pytest.mark.sample(1)
 @behaviour("training beside tensor and sequence parallelism", area="strategies")
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")
 @for_each_implementation

@@ -150,7 +150,7 @@ SLOW = [
 ]
 
 
-@pytest.mark.quick(3)
+@pytest.mark.sample(3)
 @behaviour(
     "`MicroBatches` with `tokens`: another number of pieces on each rank, the mean over the tokens of all",
     area="training",
@@ -169,7 +169,7 @@ def test_as_one_process_on_all_samples(way: str, options: dict[str, Any], world:
 
 
 @pytest.mark.slow
-@pytest.mark.drawn(4)
+@pytest.mark.sample(full=26)
 @pytest.mark.parametrize(("way", "options", "world"), SLOW)
 def test_in_every_way(way: str, options: dict[str, Any], world: int) -> None:
     expected, _ = _plain(world)
