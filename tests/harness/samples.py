@@ -15,8 +15,8 @@ from itertools import combinations
 
 import pytest
 
-# Values of the arguments of a case, by the argument: their places in the lists of `parametrize`.
-Case = Mapping[str, int]
+# What is given to each argument of a case: something that is equal where the values are.
+Case = Mapping[str, object]
 
 
 def choose(cases: Sequence[Case], n: int, first: Iterable[int] = ()) -> list[int]:
@@ -28,7 +28,7 @@ def choose(cases: Sequence[Case], n: int, first: Iterable[int] = ()) -> list[int
     ([0, 4, 8], [1, 2, 8])
     """
     shown = [frozenset(case.items()) for case in cases]
-    pairs = [frozenset(combinations(sorted(case), 2)) for case in shown]
+    pairs = [frozenset(combinations(sorted(case, key=lambda item: item[0]), 2)) for case in shown]
     chosen: list[int] = []
     values: set[object] = set()
     together: set[object] = set()
@@ -84,7 +84,16 @@ def _numbers(item: pytest.Item) -> tuple[int | None, int | None]:
 
 def _case(item: pytest.Item) -> Case:
     callspec = getattr(item, "callspec", None)
-    return {} if callspec is None else dict(callspec.indices)
+    return {} if callspec is None else {name: _equal(value) for name, value in callspec.params.items()}
+
+
+def _equal(value: object) -> object:
+    """`value`, apart from equal ones of other types; an object that has no hash is equal to itself."""
+    try:
+        hash(value)
+    except TypeError:
+        return id(value)
+    return type(value), value
 
 
 def is_torch_s(item: pytest.Item) -> bool:
