@@ -31,7 +31,7 @@ import torch.distributed as dist
 
 from fullshard.peers.watch import _end as say_the_end
 from tests.faults.cases import GROUP_SECONDS
-from tests.harness.installed import clear_sharding_cache
+from tests.harness import forked
 
 
 @dataclass(frozen=True)
@@ -160,39 +160,15 @@ def run_ranks(
     port = _store_port() if group and not hosted else 0
     meeting = Meeting(port, f"case{_cases_run}", group_seconds, hosted) if group else None
     with tempfile.TemporaryDirectory(prefix="fullshard-faults-") as folder:
-        ranks = [_fork(rank, world, fn, Path(folder), meeting, environment) for rank in range(world)]
+        ranks = [forked.fork(_rank_main, rank, world, fn, Path(folder), meeting, environment) for rank in range(world)]
         reports = _collect(ranks, Path(folder), limit, deaths)
         for _, conn in ranks:
             with contextlib.suppress(OSError):
                 conn.send_bytes(b"all ranks have answered")
             conn.close()
         for pid, _ in ranks:
-            _end(pid)
+            forked.end(pid, 1.0)
         return reports
-
-
-def _fork(
-    rank: int,
-    world: int,
-    fn: Callable[[int, Told], None],
-    folder: Path,
-    meeting: Meeting | None,
-    environment: tuple[tuple[str, str], ...],
-) -> tuple[int, Connection]:
-    ours, theirs = Pipe()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of forks beside threads; ours wait
-        pid = os.fork()
-    if pid:
-        theirs.close()
-        return pid, ours
-    ours.close()
-    try:
-        _rank_main(theirs, rank, world, fn, folder, meeting, environment)
-    finally:
-        os._exit(70)
 
 
 def _rank_main(
@@ -212,11 +188,9 @@ def _rank_main(
     _write_output_to(folder / f"output{rank}")
     stacks = open(folder / f"stacks{rank}", "w")
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True, chain=False)
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    forked.prepare()
     os.environ.update(environment)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank))
-    torch.set_num_threads(1)
-    clear_sharding_cache()
     told = Told(folder / f"strikes{rank}")
     error: Caught | None = None
     logged: list[str] = []
@@ -288,15 +262,3 @@ def _collect(ranks: list[tuple[int, Connection]], folder: Path, limit: float, de
 
 def _read(path: Path) -> str:
     return path.read_text(errors="replace") if path.exists() else ""
-
-
-def _end(pid: int) -> None:
-    """Wait a little for this rank, then end it. It may be stopped, or ended and collected long ago."""
-    deadline = time.monotonic() + 1.0
-    with contextlib.suppress(ChildProcessError, ProcessLookupError):
-        while time.monotonic() < deadline:
-            if os.waitpid(pid, os.WNOHANG)[0]:
-                return
-            time.sleep(0.002)
-        os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)

@@ -4,6 +4,8 @@
 asynchronous, tensors that no other rank can reach, sockets. A fork sees the objects that the test made, and the test
 does not see what a fork does to them: a test that gathers facts in a list of its own has to return them from its ranks.
 That is dearer than threads and than the pool, so it is for `make test-full` and for docs/compatibility.md.
+
+`fork`, `join` and `end` are what all forks of tests are made of (killed.py, tests/faults/ranks.py).
 """
 
 from __future__ import annotations
@@ -46,7 +48,7 @@ def run_forks(world: int, fn: Callable[..., Any], args: tuple[Any, ...], timeout
     name = getattr(fn, "__qualname__", repr(fn))
     with tempfile.TemporaryDirectory(prefix="fullshard-forks-") as folder:
         rendezvous = os.path.join(folder, "rendezvous")
-        forks = [_fork(rank, world, fn, args, rendezvous, timeout) for rank in range(world)]
+        forks = [fork(_rank_main, rank, world, fn, args, rendezvous, timeout) for rank in range(world)]
         try:
             results, reports = _collect(forks, timeout)
         finally:
@@ -54,7 +56,8 @@ def run_forks(world: int, fn: Callable[..., Any], args: tuple[Any, ...], timeout
                 with contextlib.suppress(OSError):  # it has ended
                     conn.send_bytes(b"all ranks have answered")
             for pid, conn in forks:
-                _end(pid, conn)
+                conn.close()
+                end(pid)
     if reports:
         raise RanksFailed(f"{name} failed", world, reports)
     return results
@@ -71,9 +74,9 @@ def _backward_works_in_forks() -> bool:
     return os.waitpid(pid, 0)[1] == 0
 
 
-def _fork(
-    rank: int, world: int, fn: Callable[..., Any], args: tuple[Any, ...], rendezvous: str, timeout: float
-) -> tuple[int, Connection]:
+def fork(main: Callable[..., None], *args: Any) -> tuple[int, Connection]:
+    """A child that runs `main(conn, *args)`: its number, and the other end of `conn`. `main` ends the process; where it
+    raises instead, the exit status is 70, and pytest's own end is not run there."""
     ours, theirs = Pipe()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -85,9 +88,38 @@ def _fork(
         return pid, ours
     ours.close()
     try:
-        _rank_main(theirs, rank, world, fn, args, rendezvous, timeout)
+        main(theirs, *args)
     finally:
-        os._exit(0)  # pytest's own end is not for this process
+        os._exit(70)
+
+
+def join(rank: int, world: int, rendezvous: str, seconds: float) -> None:
+    """In a child: make the process group over gloo with the others, which meet in the file `rendezvous`."""
+    prepare()
+    dist.init_process_group(
+        "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world, timeout=timedelta(seconds=seconds)
+    )
+
+
+def prepare() -> None:
+    """In a child: what has to be before a process group is made."""
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    torch.set_num_threads(1)
+    # DTensor remembers the mesh of an operation's result. A fork inherits what this process saw as rank 0 of a fake
+    # world, whose mesh is equal to the fork's, and other ranks would get results that say they are rank 0's.
+    clear_sharding_cache()
+
+
+def end(pid: int, seconds: float = 2.0) -> None:
+    """Wait a little for this child, then end it. It may be stopped, or ended and collected long ago."""
+    deadline = time.monotonic() + seconds
+    with contextlib.suppress(ChildProcessError, ProcessLookupError):
+        while time.monotonic() < deadline:
+            if os.waitpid(pid, os.WNOHANG)[0]:
+                return
+            time.sleep(0.002)
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
 
 
 def _rank_main(
@@ -99,19 +131,8 @@ def _rank_main(
     rendezvous: str,
     timeout: float,
 ) -> None:
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    torch.set_num_threads(1)
-    # DTensor remembers the mesh of an operation's result. A fork inherits what this process saw as rank 0 of a fake
-    # world, whose mesh is equal to the fork's, and other ranks would get results that say they are rank 0's.
-    clear_sharding_cache()
     try:
-        dist.init_process_group(
-            "gloo",
-            init_method=f"file://{rendezvous}",
-            rank=rank,
-            world_size=world,
-            timeout=timedelta(seconds=timeout + 60),
-        )
+        join(rank, world, rendezvous, timeout + 60)
         with collecting.on_rank(rank, getattr(fn, "__qualname__", "")):
             result = fn(rank, *args)
         answer = _pickled((True, result), (True, None))
@@ -163,7 +184,7 @@ def _collect(forks: list[tuple[int, Connection]], timeout: float) -> tuple[list[
 
 
 def _exit_text(pid: int) -> str:
-    """How the process ended, which is left for `_end`."""
+    """How the process ended, which is left for `end`."""
     deadline = time.monotonic() + 2.0
     while time.monotonic() < deadline:
         ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT | os.WNOHANG)
@@ -172,14 +193,3 @@ def _exit_text(pid: int) -> str:
             return signal.Signals(ended.si_status).name if by_signal else f"exit code {ended.si_status}"
         time.sleep(0.002)
     return "it closed its connection and continues"
-
-
-def _end(pid: int, conn: Connection) -> None:
-    conn.close()
-    deadline = time.monotonic() + 2.0
-    while time.monotonic() < deadline:
-        if os.waitpid(pid, os.WNOHANG)[0]:
-            return
-        time.sleep(0.002)
-    os.kill(pid, signal.SIGKILL)
-    os.waitpid(pid, 0)

@@ -17,16 +17,11 @@ import sys
 import tempfile
 import time
 import traceback
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 
-import torch
-import torch.distributed as dist
-
-from tests.harness.installed import clear_sharding_cache
+from tests.harness import forked
 
 OPERATIONS = frozenset({"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "fcntl.flock", "os.listdir"})
 # Exit statuses of a rank.
@@ -55,8 +50,11 @@ def run_killed(
     number, or 999 for one that did not end in time.
     """
     with tempfile.TemporaryDirectory(prefix="fullshard-killed-") as folder:
-        pids = [_fork(rank, world, fn, kill, prepare, os.path.join(folder, "rendezvous")) for rank in range(world)]
-        return _wait(pids, timeout)
+        rendezvous = os.path.join(folder, "rendezvous")
+        forks = [forked.fork(_rank, rank, world, fn, kill, prepare, rendezvous) for rank in range(world)]
+        for _, conn in forks:
+            conn.close()
+        return _wait([pid for pid, _ in forks], timeout)
 
 
 def operations(world: int, fn: Callable[[int], None], prepare: Callable[[], object] = int) -> list[int]:
@@ -88,24 +86,21 @@ def _watch(fatal: int | None) -> list[int]:
     return counted
 
 
-def _fork(
+def _rank(
+    _conn: object,
     rank: int,
     world: int,
     fn: Callable[[int], None],
     kill: Kill | None,
     prepare: Callable[[], object],
     rendezvous: str,
-) -> int:
-    sys.stdout.flush()
-    sys.stderr.flush()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
-        pid = os.fork()
-    if pid:
-        return pid
+) -> None:
+    """What a fork does, whose exit status says what came of it."""
     status = BROKE
     try:
-        _join(rank, world, rendezvous)
+        forked.prepare()
+        if world > 1:
+            forked.join(rank, world, rendezvous, 30.0)
         prepare()
         _wait_for_all(rank, world, rendezvous)
         status = _rank_main(rank, fn, kill)
@@ -114,20 +109,6 @@ def _fork(
     finally:
         sys.stderr.flush()
         os._exit(status)
-
-
-def _join(rank: int, world: int, rendezvous: str) -> None:
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    torch.set_num_threads(1)
-    clear_sharding_cache()
-    if world > 1:
-        dist.init_process_group(
-            "gloo",
-            init_method=f"file://{rendezvous}",
-            rank=rank,
-            world_size=world,
-            timeout=timedelta(seconds=30),
-        )
 
 
 def _wait_for_all(rank: int, world: int, rendezvous: str) -> None:
