@@ -29,8 +29,8 @@ from fullshard import Program, cli
 from fullshard.doctor import diagnosis, fingerprints, machine, model
 from fullshard.doctor.facts import Facts
 from tests.fake.test_doctor import HEALTHY, blocks, program
-from tests.harness.families import FAMILIES
-from tests.harness.sound import SOUND, Applied, family_program
+from tests.harness.families import FAMILIES, family_program
+from tests.harness.sound_programs import SOUND, Applied
 
 MIB = 1 << 20
 REENTRANT = CheckpointImpl.REENTRANT
@@ -630,15 +630,27 @@ def test_weights_that_rank_0_sends_are_seeded() -> None:
 
 # Operations that a dispatch mode disturbs.
 UNWATCHED = ("a branch by torch.cond",)
+# What is true of programs as they are: a buffer that follows the batches of its rank, frozen parameters in a unit.
+OF_PROGRAMS = {
+    **dict.fromkeys((name for name in SOUND if re.match(r"BatchNorm\dd", name)), {"drifting-buffers"}),
+    "InstanceNorm2d with statistics": {"drifting-buffers"},
+    "segmentation with skips": {"drifting-buffers"},
+    "experts of which some are unused": {"drifting-buffers"},
+    "moco": {"drifting-buffers"},
+    "codebook in buffers": {"drifting-buffers"},
+    "running averages of the model's own": {"drifting-buffers", "changed-buffers"},
+    "frozen embeddings": {"frozen"},
+    "lora, written out": {"frozen"},
+}
 
 
 @pytest.mark.sample(13)
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # dynamo asks tensors that are no leaves
-@pytest.mark.parametrize("name", SOUND)
+@pytest.mark.parametrize("name", [name for name, sound in SOUND.items() if not sound.package])
 def test_sound_programs_have_no_findings(name: str) -> None:
-    found, measured = model.look(SOUND[name](), 4, 1, {}, steps=True)
+    found, measured = model.look(SOUND[name].program(), 4, 1, {}, steps=True)
     facts = Facts(4, 1, HEALTHY, found, None, measured)
-    assert diagnosis.diagnose(facts).findings == ()
+    assert {finding.check for finding in diagnosis.diagnose(facts).findings} == OF_PROGRAMS.get(name, set())
     unwatched = "reads of partial values (torch cannot watch this step: "
     assert all(name in UNWATCHED and text.startswith(unwatched) for text in measured.skipped), measured.skipped
     assert measured.step and measured.host is not None

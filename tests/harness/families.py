@@ -8,7 +8,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
+from fullshard.program import Program
 from tests.harness.models import seeded
 from tests.harness.packages import offline
 
@@ -99,3 +101,38 @@ def family(kind: str, dtype: torch.dtype = torch.float32) -> Any:
     import transformers
 
     return seeded(lambda: FAMILIES[kind](transformers)).to(dtype).eval()
+
+
+def family_program(kind: str) -> Program:
+    """A tiny model of transformers, in training mode, and a loss on what its forward returns."""
+    offline()
+    import transformers
+
+    def build() -> nn.Module:
+        return FAMILIES[kind](transformers).train()  # type: ignore[no-any-return]
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        found = model(**batch)
+        values = [value for value in found.to_tuple() if isinstance(value, Tensor) and value.requires_grad]
+        return found.loss if getattr(found, "loss", None) is not None else torch.stack([v.mean() for v in values]).sum()
+
+    return Program(build, loss, lambda index: family_batch(kind, index))
+
+
+def family_batch(kind: str, index: int) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(index)
+    ids = torch.randint(1, 59, (2, 7), generator=generator)
+    if kind in ("vit", "vit base", "deit", "dinov2", "clip vision"):
+        return {"pixel_values": torch.randn(2, 3, 16, 16, generator=generator)}
+    if kind in ("segformer", "detr", "detr base", "detr masks"):
+        return {"pixel_values": torch.randn(1, 3, 32, 32, generator=generator)}
+    if kind == "videomae":
+        return {
+            "pixel_values": torch.randn(2, 2, 3, 16, 16, generator=generator),
+            "bool_masked_pos": torch.tensor([[True, False, False, False]] * 2),
+        }
+    if kind == "timesfm2_5":
+        return {"past_values": list(torch.randn(2, 64, generator=generator))}
+    if kind in ("siglip text", "nomic_bert"):
+        return {"input_ids": ids}
+    return {"input_ids": ids, "labels": ids}

@@ -1,4 +1,4 @@
-"""Sound programs: `fullshard verify` must raise no alarm on any of them.
+"""Sound programs: neither `fullshard verify` nor `fullshard doctor` may raise a false alarm on any of them.
 
     SOUND["moco"]          its program, and the strategies that it is tried with
     program("moco")        as an entry: tests.harness.sound_programs:program:moco
@@ -15,10 +15,14 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.nn.utils import parametrizations
+from torch.utils.checkpoint import checkpoint
 
+from fullshard import clip_grad_norm_
 from fullshard.program import Program
 from tests.harness.packages import offline
 
@@ -32,7 +36,7 @@ FLOAT = ("zero3", "zero2", "zero3+micro=2", "zero3+recompute", "zero3+offload")
 
 
 class Sound(NamedTuple):
-    """`without`: what cannot be exercised."""
+    """`strategies`: that verify trains it with. `without`: what cannot be exercised."""
 
     program: Callable[[], Program]
     strategies: tuple[str, ...] = ALL
@@ -748,3 +752,225 @@ def _peft(name: str, **options: Any) -> None:
 
 _peft("LoraConfig", r=2, lora_dropout=0.1, target_modules=["q_proj", "v_proj"])
 _peft("IA3Config", target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"])
+
+
+# ---- what a step may be, and verify does not train -------------------------------------------------------------------
+
+
+class Applied(nn.Module):
+    """Modules, and how forward uses them."""
+
+    def __init__(self, forward: Callable[[Any, Any], Any], **modules: Any) -> None:
+        super().__init__()
+        for name, module in modules.items():
+            if isinstance(module, (nn.Module, nn.Parameter)):
+                setattr(self, name, module)
+            else:
+                self.register_buffer(name, module)
+        self._forward = forward
+
+    def forward(self, x: Any) -> Any:
+        return self._forward(self, x)
+
+
+def _looked_at(name: str, build: Callable[[], nn.Module], *shape: int, **options: Any) -> None:
+    """`options`: of `Program`."""
+    given: dict[str, Any] = {"loss": mean_square, "batch": vectors(*(shape or (4, 8)))}
+    SOUND[name] = Sound(lambda: Program(build, **{**given, **options}), strategies=())
+
+
+def _applied(
+    name: str, forward: Callable[[Any, Any], Any], modules: Callable[[], dict[str, Any]], *shape: int, **options: Any
+) -> None:
+    _looked_at(name, lambda: Applied(forward, **modules()), *shape, **options)
+
+
+def _linears(count: int = 3, make: Callable[[], nn.Module] = lambda: nn.Linear(8, 8)) -> nn.Sequential:
+    return nn.Sequential(*(make() for _ in range(count)))
+
+
+def _pictures(norm: Callable[[int], nn.Module]) -> nn.Module:
+    blocks = [nn.Sequential(nn.Conv2d(3 if i == 0 else 6, 6, 3, padding=1), norm(6), nn.ReLU()) for i in range(2)]
+    return nn.Sequential(*blocks, nn.Flatten(), nn.Linear(6 * 36, 4))
+
+
+def _frozen_statistics() -> nn.Module:
+    model = _pictures(nn.BatchNorm2d)
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            module.eval()
+    return model
+
+
+def _filled(self: Any, x: Tensor) -> Tensor:
+    """Negatives from a queue that all ranks fill."""
+    key = self.encoder(x)
+    with torch.no_grad():
+        parts = [torch.empty_like(key) for _ in range(dist.get_world_size())]
+        dist.all_gather(parts, key.contiguous())
+        negatives = self.queue.clone()
+        self.queue.copy_(torch.cat([self.queue, *parts])[-len(self.queue) :])
+    return key @ negatives.T
+
+
+def _averaged(self: Any, x: Tensor) -> Tensor:
+    """Codes whose average over ranks a buffer follows."""
+    found = self.encoder(x)
+    with torch.no_grad():
+        mean = found.mean(0)
+        dist.all_reduce(mean)
+        self.codes.lerp_(mean / dist.get_world_size(), 0.1)
+    return found - self.codes
+
+
+def _in_segments(self: Any, x: Tensor) -> Tensor:
+    for block in self.blocks:
+        x = checkpoint(block, x, use_reentrant=False)
+    return x
+
+
+def _checkpointed_units(model: Any, fully_shard: Any) -> None:
+    """Wrappers around units that are sharded already: each recomputes one unit."""
+    for place, block in enumerate(model):
+        model[place] = checkpoint_wrapper(fully_shard(block) or block)
+    fully_shard(model)
+
+
+def _gaussian(self: Any, x: Tensor) -> Tensor:
+    """A density, whose covariance has to be positive definite, and samples of it."""
+    scale = self.body(x).T @ self.body(x) / len(x) + torch.eye(8)
+    density = torch.distributions.MultivariateNormal(self.body(x).mean(0), scale)
+    return density.log_prob(density.rsample((5,)))
+
+
+def _sampled(self: Any, x: Tensor) -> Tensor:
+    """Draws by probability: no NaN may be in it."""
+    found = self.body(x).softmax(-1)
+    drawn = torch.multinomial(found, 1)
+    return found.gather(1, drawn).log()
+
+
+def _adapter() -> nn.Module:
+    """A frozen base in bfloat16, and adapters in float32."""
+
+    class Adapted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.base = nn.Linear(8, 8).bfloat16().requires_grad_(False)
+            self.down, self.up = nn.Linear(8, 2, bias=False), nn.Linear(2, 8, bias=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.base(x.bfloat16()).float() + self.up(self.down(x))
+
+    return _linears(2, Adapted)
+
+
+def _adapters_and_base(model: Any, fully_shard: Any) -> None:
+    for block in model:
+        fully_shard(block.base)
+        fully_shard(block)
+    fully_shard(model)
+
+
+class _Sketched(torch.autograd.Function):
+    @staticmethod
+    def forward(context: Any, x: Tensor) -> Tensor:
+        context.save_for_backward(x)
+        return x.sin()
+
+    @staticmethod
+    def backward(context: Any, *grads: Any) -> Tensor:
+        (x,) = context.saved_tensors
+        return x.cos() * grads[0]  # type: ignore[no-any-return]
+
+
+def _clipping(parameters: Any) -> torch.optim.Optimizer:
+    class Clipped(torch.optim.AdamW):
+        def step(self, closure: Any = None) -> Any:
+            held = [p for group in self.param_groups for p in group["params"]]
+            norm = float(clip_grad_norm_(held, 1.0))
+            assert norm == norm or True
+            return super().step(closure)
+
+    return Clipped(parameters, lr=1e-3)
+
+
+def _full_norms(parameters: Any) -> torch.optim.Optimizer:
+    """Reads norms of gradients as numbers, of the whole: LARS's way, done right."""
+
+    class Scaled(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    if parameter.grad is not None:
+                        norm = parameter.grad.norm()
+                        float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
+            return super().step(closure)
+
+    return Scaled(parameters, lr=0.1)
+
+
+def _logged(model: nn.Module, batch: Tensor) -> Tensor:
+    loss = mean_square(model, batch)
+    dist.barrier()
+    seen = loss.detach().clone()
+    dist.all_reduce(seen)
+    assert dist.get_rank() >= 0 and float(seen) == float(seen)
+    return loss
+
+
+def _labelled(index: int) -> dict[str, Any]:
+    x = vectors(4, 8)(index)
+    return {"x": x, "label": (x.sum(1) > 0).long(), "name": f"batch {index}", "meta": (index, [None, 2.5])}
+
+
+_looked_at("SyncBatchNorm", lambda: nn.SyncBatchNorm.convert_sync_batchnorm(_pictures(nn.BatchNorm2d)), 2, 3, 6, 6)
+_looked_at("BatchNorm in evaluation mode", _frozen_statistics, 2, 3, 6, 6)
+_looked_at(
+    "BatchNorm without statistics",
+    lambda: _pictures(lambda n: nn.BatchNorm2d(n, track_running_stats=False)),
+    *(2, 3, 6, 6),
+)
+_looked_at("bfloat16", lambda: _linears().bfloat16(), loss=lambda m, x: m(x.bfloat16()).float().square().mean())
+_looked_at("checkpoint around units", _linears, shard=_checkpointed_units)
+_looked_at("adapters on a bfloat16 base", _adapter, shard=_adapters_and_base)
+_looked_at("compiled blocks", lambda: _linears(2, lambda: torch.compile(nn.Linear(8, 8), backend="aot_eager")))  # type: ignore[arg-type]
+_looked_at("a loss that all ranks log", _linears, loss=_logged)
+_looked_at("lbfgs", _linears, optimizer=torch.optim.LBFGS)
+_looked_at("clipping", _linears, optimizer=_clipping)
+_looked_at("norms of the whole", _linears, optimizer=_full_norms)
+_looked_at("batch with texts", _linears, batch=_labelled, loss=lambda m, b: F.cross_entropy(m(b["x"]), b["label"]))
+_applied("density", _gaussian, lambda: {"body": _linears()}, 9, 8)
+_applied("sampling", _sampled, lambda: {"body": _linears()})
+_applied("checkpoint in forward", _in_segments, lambda: {"blocks": nn.ModuleList(_linears())})
+_applied("queue that all ranks fill", _filled, lambda: {"encoder": _linears(), "queue": torch.ones(6, 8)}, 3, 8)
+_applied("codes that all ranks follow", _averaged, lambda: {"encoder": _linears(), "codes": torch.zeros(8)}, 3, 8)
+_applied(
+    "mask in a buffer", lambda m, x: m.blocks(x) * m.mask, lambda: {"blocks": _linears(), "mask": torch.ones(4, 8)}
+)
+_applied("custom function", lambda m, x: m.blocks(_Sketched.apply(x)), lambda: {"blocks": _linears()})
+_applied("vmap", lambda m, x: torch.vmap(torch.sin)(m.body(x)), lambda: {"body": nn.Linear(8, 8)})
+_applied(
+    "a branch by torch.cond",
+    lambda m, x: torch.cond(x.sum() > 0, torch.sin, torch.cos, (m.body(x),)),
+    lambda: {"body": nn.Linear(8, 8)},
+)
+_applied(
+    "a method that uses units alone",
+    lambda m, x: m.blocks(x),
+    lambda: {"blocks": _linears()},
+    loss=lambda m, x: m.blocks(x).square().mean(),
+)
+_applied(
+    "parameter list",
+    lambda m, x: x @ m.list[0] + m.list[1],
+    lambda: {"list": nn.ParameterList([torch.ones(8, 3), torch.zeros(3)])},
+)
+_applied(
+    "complex", lambda m, x: (torch.fft.fft(x) * m.filter).abs(), lambda: {"filter": nn.Parameter(torch.ones(8) + 0j)}
+)
+_applied(
+    "adaptive softmax",
+    lambda m, x: m.softmax(x, torch.arange(4))[1],
+    lambda: {"softmax": nn.AdaptiveLogSoftmaxWithLoss(8, 20, [5, 10])},
+)

@@ -24,9 +24,9 @@ LEAST = 60
 
 
 def test_there_are_enough() -> None:
-    assert len(SOUND) >= LEAST
+    assert sum(bool(sound.strategies) for sound in SOUND.values()) >= LEAST
     assert sum(sound.package == "transformers" for sound in SOUND.values()) >= 15
-    assert all(len(sound.strategies) >= 5 for sound in SOUND.values())
+    assert all(len(sound.strategies) >= 5 for sound in SOUND.values() if sound.strategies)
 
 
 @pytest.mark.sample(9, full=24)
