@@ -69,9 +69,6 @@ class Faults:
     def kill_at(self, *, step: int, event: str = "step", rank: int) -> Faults:
         return self.add(Fault(step=step, event=event, rank=rank, kind="kill"))
 
-    def stall_at(self, *, step: int, seconds: float, event: str = "step", rank: int | None = None) -> Faults:
-        return self.add(Fault(step=step, event=event, rank=rank, kind="stall", seconds=seconds))
-
     def add(self, fault: Fault) -> Faults:
         with self._lock:
             self._pending.append(fault)

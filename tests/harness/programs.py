@@ -111,7 +111,7 @@ with torch's FSDP2.
 * **bits**: equal bits. **digits**: not the same bits, because sums are made in another order; computed in float64 the
   two differ by less than half of the digits. **fails**: torch raises. **differs**: its result is another one, or wrong.
   **-**: it cannot run the program. Whatever is not *bits* has its reason.
-* Some of them run in `make test`; the others in `make test-full`, torch's half wholly in `make test-all`.
+* Two of them run in `make test`; the others in `make test-full`, torch's half wholly in `make test-all`.
 
 """
 

@@ -41,13 +41,3 @@ def packs(draw: st.DrawFn) -> FlatLayout:
     alignment = align_numel(draw(st.lists(itemsizes, min_size=1, max_size=3)))
     first = draw(st.lists(st.sampled_from(range(len(layouts))), unique=True, max_size=len(layouts)))
     return FlatLayout.build(layouts, alignment, first=first)
-
-
-@st.composite
-def two_layouts_of_one_tensor(draw: st.DrawFn, *, same_dim: bool) -> tuple[ShardLayout, ShardLayout]:
-    """Two ways to cut one tensor, along the same dim or along any two."""
-    shape = draw(shapes())
-    dims = st.integers(0, len(shape) - 1)
-    first = draw(dims)
-    second = first if same_dim else draw(dims)
-    return ShardLayout(shape, first, draw(worlds)), ShardLayout(shape, second, draw(worlds))

@@ -19,10 +19,6 @@ TIMEOUT = 110.0
 # Half of the digits of float64: rounding that grew by less than 2**26, where any other fault is visible.
 HALF = 2.0**-26
 
-each_program = pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if p.quick else pytest.mark.slow) for name, p in PROGRAMS.items()]
-)
-
 
 def _run(name: str, impl: str, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
     """`programs.run`, every command checked against the rules. What the table says that it warns of has to be warned
@@ -51,7 +47,7 @@ def _compare(name: str, other: str, kind: str) -> list[str]:
 
 
 @pytest.mark.sample(2)
-@each_program
+@pytest.mark.parametrize("name", PROGRAMS)
 def test_against_plain_training(name: str) -> None:
     program = PROGRAMS[name]
     if program.plain == "none":  # it runs; what it comes to is compared with torch's

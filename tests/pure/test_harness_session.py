@@ -172,7 +172,7 @@ def test_a_rank_that_is_left_behind_fails_its_test_alone(tmp_path: Path) -> None
     assert "rank 0 could not be ended and is left behind" in run.stdout and "in stuck" in run.stdout
 
 
-@pytest.mark.sample(3, full=5)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("case", range(7))
 @pytest.mark.parametrize("slow", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_of_a_family_some_run(slow: bool, case: int, request: pytest.FixtureRequest) -> None:
@@ -184,9 +184,7 @@ def test_of_a_family_some_run(slow: bool, case: int, request: pytest.FixtureRequ
     }
     if len(family) == 14:
         quick = {key for key, item in family.items() if not item.get_closest_marker("slow")}
-        beyond = {key for key, item in family.items() if item.get_closest_marker("beyond")}
         assert quick == {(False, 0), (False, 3), (False, 6)}
-        assert len(beyond) == 9 and not beyond & quick and {key[0] for key in family.keys() - beyond} == {True, False}
 
 
 FAMILIES = """

@@ -17,10 +17,6 @@ def test_what_is_not_equal_has_its_reason() -> None:
         )
 
 
-def test_a_third_of_them_runs_in_make_test() -> None:
-    assert 3 * sum(program.quick for program in PROGRAMS.values()) >= len(PROGRAMS)
-
-
 def test_the_page_is_of_the_table() -> None:
     assert programs.PAGE.read_text() == programs.page(), "python -m tests.harness.programs --write"
 

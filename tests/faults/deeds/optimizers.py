@@ -366,10 +366,6 @@ def scaler(**options: Any) -> Action:
     return action
 
 
-def scaler_of_torch(run: Run) -> None:
-    run.scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
-
-
 def scaler_set(run: Run) -> None:
     run.scaler.update(new_scale=32.0)
 

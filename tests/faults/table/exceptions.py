@@ -16,10 +16,6 @@ WINDOW = Setup(catches=8, micros=2)
 HELD = replace(WINDOW, hold=True)
 
 
-def _peer(*words: str) -> tuple[str, ...]:
-    return ("rank 1", *words)
-
-
 def _everywhere(names: str, does: str, step: int, event: str, action: Action | None = None, **more: Any) -> Case:
     setup = more.pop("setup", CATCHES)
     return Case(f"exceptions/{names}", does, Equal(), (at(step, event, action),), setup, **more)
