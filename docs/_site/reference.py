@@ -65,8 +65,13 @@ API: dict[str, tuple[str, str, dict[str, tuple[str, ...]]]] = {
         "fullshard.checkpoint",
         "Checkpoints of a sharded training. The guide: [checkpoints](../checkpoints.md).",
         {
-            "Save and load": ("save", "async_save", "close", "load", "get_state_dict", "set_state_dict"),
-            "Several checkpoints": ("latest", "retain", "set_aside", "is_complete"),
+            "Save and load": (
+                "save", "async_save", "SaveFuture", "Waited", "wait", "close", "load", "get_state_dict",
+                "set_state_dict",
+            ),
+            "Several checkpoints": (
+                "latest", "list_checkpoints", "CheckpointInfo", "retain", "set_aside", "is_complete",
+            ),
             "Look into one": ("inspect", "verify", "open_checkpoint", "Manifest", "TensorSpec", "CheckpointWriter"),
             "Random state": ("RandomState", "derived_seed"),
             "Errors": (

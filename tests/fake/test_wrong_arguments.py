@@ -120,7 +120,9 @@ SAVING = {
     "process_group": MAYBE,
     "no_dist": FLAG,
     "take_first": _is((), "list"),
+    "metrics": _is(None, "None dict"),
 }
+ASYNC = {"staging_nbytes": _is(None, BYTES), "queue": _is(False, "True")}
 
 
 def _enter(context: Any) -> None:
@@ -291,7 +293,8 @@ FUNCTIONS: dict[str, Call] = {
         {"model": MODEL, "size": _is(None, BYTES), "search": _is("bisect"), "reduce": _is("last")},
     ),
     "checkpoint.save": (checkpoint.save, SAVING),
-    "checkpoint.async_save": (lambda **given: checkpoint.async_save(**given).result(), SAVING),
+    "checkpoint.async_save": (lambda **given: checkpoint.async_save(**given).result(), SAVING | ASYNC),
+    "checkpoint.wait": (checkpoint.wait, {"process_group": MAYBE, "no_dist": FLAG}),
     "checkpoint.load": (
         checkpoint.load,
         {
@@ -344,7 +347,17 @@ FUNCTIONS: dict[str, Call] = {
             "folder": Argument(lambda given: given.folder, "text"),
             "keep_last": _is(1, "3"),
             "keep_every": _is(None, BYTES),
+            "keep_best": MAYBE,
+            "metric": MAYBE,
+            "mode": _is("min"),
+            "dry_run": FLAG,
+            "process_group": MAYBE,
+            "no_dist": FLAG,
         },
+    ),
+    "checkpoint.list_checkpoints": (
+        checkpoint.list_checkpoints,
+        {"folder": Argument(lambda given: given.folder, "text")},
     ),
     "checkpoint.RandomState": (checkpoint.RandomState, {"seed": _is(0, "3 -1"), "rank": _is(None, BYTES)}),
     "observe.first_and_every": (observe.first_and_every, {"first": _is(0, "3"), "every": _is(0, "3")}),

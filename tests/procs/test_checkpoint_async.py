@@ -35,17 +35,18 @@ def version(folder: str) -> float:
 
 
 class Held:
-    """Lets no file be written until it is released; or fails the write, on the ranks that say so."""
+    """Lets no file be written until it is released; or fails the write, on the ranks that say so, or the first one."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, fail: bool = False) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, fail: bool = False, once: bool = False) -> None:
         self.go = threading.Event()
-        original = os.write
+        original, failures = os.write, [0]
 
         def write(fd: int, data: Any) -> int:
             if threading.current_thread().name != "fullshard-save":
                 return original(fd, data)
             self.go.wait(20)
-            if fail:
+            if fail and not (once and failures[0]):
+                failures[0] += 1
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             return original(fd, data)
 
@@ -132,6 +133,53 @@ def _failing(rank: int, folder: str) -> None:
 )
 def test_a_failure_is_raised_by_whatever_comes_next(tmp_path: Path) -> None:
     pool(2).run(_failing, str(tmp_path / "c"))
+
+
+def _queued(rank: int, folder: str) -> None:
+    one, two, three = (f"{folder}/{number}" for number in (1, 2, 3))
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        held = Held(monkeypatch)
+        saved = state(1.0)
+        futures = []
+        for number, path in enumerate((one, two), 1):
+            futures.append(checkpoint.async_save(saved, checkpoint_id=path, queue=True))
+            saved["w"].to_local().fill_(number + 1.0)
+            saved["b"].fill_(number + 1.0)
+            saved["n"] = number + 1.0
+        assert not any(future.done() for future in futures), "both calls are back, and no byte is written"
+        held.go.set()
+        # The third call waits for the first save; a load waits for all.
+        third = checkpoint.async_save(saved, checkpoint_id=three, queue=True)
+        assert futures[0].done()
+        found = state(0.0)
+        checkpoint.load(found, checkpoint_id=three)
+        assert third.done() and found["n"] == 3.0
+    assert [version(path) for path in (one, two, three)] == [1.0, 2.0, 3.0]
+    # A failure is raised by the next call: of the first while the second waits, and of one that ended before.
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        held = Held(monkeypatch, fail=rank == 1, once=True)
+        for path in (one, two):
+            checkpoint.async_save(state(4.0), checkpoint_id=path, queue=True)
+        held.go.set()
+        with pytest.raises(checkpoint.CheckpointIOError, match="rank 1.*No space left"):
+            checkpoint.async_save(state(5.0), checkpoint_id=three, queue=True)
+        checkpoint.wait()
+        assert [version(path) for path in (one, two, three)] == [1.0, 4.0, 3.0]
+    for call in (checkpoint.wait, lambda: checkpoint.async_save(state(6.0), checkpoint_id=two, queue=True)):
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            Held(monkeypatch, fail=rank == 1).go.set()
+            future = checkpoint.async_save(state(6.0), checkpoint_id=one, queue=True)
+            while not future.done():
+                threading.Event().wait(0.005)
+        with pytest.raises(checkpoint.CheckpointIOError, match="rank 1.*No space left"):
+            call()
+        checkpoint.wait()
+    assert [version(path) for path in (one, two, three)] == [1.0, 4.0, 3.0]
+    checkpoint.close()
+
+
+def test_one_save_may_wait_for_the_one_that_runs(tmp_path: Path) -> None:
+    pool(2).run(_queued, str(tmp_path))
 
 
 def _group_goes_first(rank: int, folder: str) -> None:

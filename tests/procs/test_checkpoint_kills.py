@@ -176,3 +176,29 @@ def test_every_rank_killed_before_every_operation(
     assert len(points) >= POINTS_IN_FULL[world]
     for kill in points:
         check(tmp_path, world, how, kill, before)
+
+
+def _retain(folder: Path) -> Any:
+    def fn(rank: int) -> None:
+        checkpoint.retain(folder, keep_last=1)
+
+    return fn
+
+
+@pytest.mark.parametrize("every", [5, pytest.param(1, marks=pytest.mark.slow)])
+def test_a_removal_killed_before_an_operation(every: int, tmp_path: Path) -> None:
+    """What is listed is whole, and the next call leaves only what it keeps."""
+    before, folder = tmp_path / "before", tmp_path / "c"
+    for step in (1, 2):
+        checkpoint.save(state(step), checkpoint_id=before / f"step-{step}")
+    shutil.copytree(before, folder)
+    (count,) = operations(1, _retain(folder))
+    assert count > 12 and os.listdir(folder) == ["step-2"]
+    for number in range(0, count, every):
+        shutil.rmtree(folder)
+        shutil.copytree(before, folder)
+        assert run_killed(1, _retain(folder), Kill(0, before=number)) == [-signal.SIGKILL]
+        for one in checkpoint.list_checkpoints(folder):
+            assert one.whole and version_of(one.path) == one.step
+        checkpoint.retain(folder, keep_last=1)
+        assert os.listdir(folder) == ["step-2"] and version_of(folder / "step-2") == 2

@@ -12,7 +12,8 @@ import torch
 
 from fullshard import checkpoint
 from fullshard.checkpoint import background
-from fullshard.checkpoint.background import Background, SaveFuture, _Copies, _run
+from fullshard.checkpoint.background import Background, SaveFuture, _run
+from fullshard.checkpoint.staging import StagingMemory
 from fullshard.comm import alone
 
 
@@ -24,21 +25,10 @@ def nothing_is_left() -> Any:
     background._forked()
 
 
-def test_a_copy_is_a_copy_in_the_memory_of_the_last_one() -> None:
-    value, first = torch.ones(3), _Copies({})
-    taken = first.copy(value)
-    value.fill_(2)
-    assert taken.eq(1).all()
-    again = _Copies(first.made).copy(value)
-    assert again.data_ptr() == taken.data_ptr() and again.eq(2).all()
-    # Where it fits: another shape or dtype gets memory of its own.
-    for other in (torch.ones(1), torch.ones(3, dtype=torch.float64)):
-        made = _Copies(first.made).copy(other)
-        assert made.data_ptr() != taken.data_ptr() and torch.equal(made, other) and made.dtype is other.dtype
-
-
 class Fails:
     """A save that does not succeed."""
+
+    staging = None
 
     def run(self, taken: Any) -> str:
         raise OSError(28, "No space left on device")
@@ -50,7 +40,7 @@ def failed() -> SaveFuture:
     ended: list[bool] = []
     with contextlib.ExitStack() as stack:
         stack.callback(ended.append, True)
-        _run(Fails(), None, future, stack.pop_all())  # type: ignore[arg-type]
+        _run(Fails(), None, future, stack.pop_all(), None)  # type: ignore[arg-type]
     assert ended, "its messages are over when it is"
     return future
 
@@ -69,33 +59,36 @@ def test_a_failure_is_raised_once_by_whoever_asks_first() -> None:
 def test_close_raises_the_first_failure_and_forgets_all() -> None:
     failed()
     failed()
-    background._alone._buffers = {0: torch.ones(1)}
+    memory = StagingMemory()
+    memory.take([torch.ones(1)])
+    background._alone._memory.append(memory)
     with pytest.raises(OSError, match="No space left"):
         checkpoint.close()
-    assert not background._pending and not background._alone._buffers
+    assert not background._pending and not background._alone._memory and not memory._held
     checkpoint.close()
 
 
 def test_the_next_save_waits_and_raises_what_nobody_saw(tmp_path: Path) -> None:
     found = Background()
-    found._last = future = SaveFuture()
+    future = SaveFuture()
+    found._running.append(future)
     background._pending.append(future)
     timer = threading.Timer(0.05, future.set_exception, (OSError(28, "No space left on device"),))
     timer.start()
     with pytest.raises(OSError, match="No space left"):
-        found.settle(alone(), str(tmp_path))
+        found.settle(alone(), f"saving {tmp_path}")
     timer.join()
     assert not background._pending, "it is raised once"
-    found.settle(alone(), str(tmp_path))
+    found.settle(alone(), f"saving {tmp_path}")
 
 
 def test_no_memory_for_a_copy_is_the_failure_of_the_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Which all ranks raise: the others would wait for this one."""
 
-    def refuse(self: Any, local: Any) -> Any:
+    def refuse(self: Any, locals_: Any) -> Any:
         raise MemoryError("no memory")
 
-    monkeypatch.setattr(_Copies, "copy", refuse)
+    monkeypatch.setattr(StagingMemory, "take", refuse)
     future = checkpoint.async_save({"w": torch.ones(1)}, checkpoint_id=tmp_path / "c")
     with pytest.raises(checkpoint.CheckpointMismatch, match="its copy on the host: no memory"):
         future.result()
@@ -115,6 +108,6 @@ def test_the_end_of_a_process_whose_save_failed_is_a_failure(
 
 def test_a_forked_child_waits_for_no_save_of_its_parent() -> None:
     background._pending.append(SaveFuture())
-    background._alone._last = SaveFuture()
+    background._alone._running.append(SaveFuture())
     background._forked()
-    assert not background._pending and background._alone._last is None
+    assert not background._pending and not background._alone._running

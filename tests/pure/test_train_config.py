@@ -26,8 +26,8 @@ precision.param precision.reduce precision.output
 data.corpus data.text_key data.validation_fraction data.tokenizer data.bpe_vocab
 metrics.log_every metrics.eval_every metrics.eval_windows metrics.tensorboard
 metrics.record_first metrics.record_every metrics.plot
-checkpoint.every checkpoint.keep_last checkpoint.keep_every checkpoint.asynchronous
-checkpoint.grace_seconds
+checkpoint.every checkpoint.keep_last checkpoint.keep_every checkpoint.keep_best checkpoint.metric
+checkpoint.asynchronous checkpoint.staging_mib checkpoint.queue checkpoint.grace_seconds
 sample.prompt sample.tokens sample.temperature sample.top_k
 """.split()
 
@@ -95,6 +95,7 @@ def test_toml_gives_the_same_config_again(tmp_path: Path) -> None:
         ("model.kv_heads=3", "3", "2"),
         ("parallelism.data_parallel_replicate_degree=0", "0", "1"),
         ("parallelism.data_parallel_shard_degree=0", "0", "-1"),
+        ("checkpoint.metric=val_los", '"val_los"', '"val_loss"'),
         ("data.corpus=book.txt", '"book.txt"', '"path:book.txt"'),
         ("data.corpus=buildin", '"buildin"', '"builtin"'),
     ],
@@ -108,6 +109,19 @@ def test_a_wrong_setting_is_one_line(setting: str, value: str, nearest: str) -> 
     assert "\n" not in line
     assert line.startswith(f"{key} = {value}: ")
     assert line.endswith(f"nearest valid: {nearest}")
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        ["checkpoint.metric=loss"],
+        ["checkpoint.staging_mib=8", "checkpoint.asynchronous=false"],
+        ["checkpoint.queue=true", "checkpoint.asynchronous=false"],
+    ],
+)
+def test_a_setting_of_checkpoints_without_effect_is_refused(wrong: list[str]) -> None:
+    with pytest.raises(ConfigError, match="has no effect with checkpoint"):
+        load_config(None, wrong)
 
 
 @pytest.mark.parametrize(

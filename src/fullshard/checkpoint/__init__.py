@@ -17,14 +17,16 @@ from .api import (
     inspect,
     is_complete,
     latest,
+    list_checkpoints,
     load,
     open_checkpoint,
     retain,
     save,
     set_aside,
     verify,
+    wait,
 )
-from .background import close
+from .background import SaveFuture, Waited, close
 from .errors import (
     CheckpointBusy,
     CheckpointDamaged,
@@ -35,6 +37,7 @@ from .errors import (
 )
 from .manifest import Manifest
 from .plan import TensorSpec
+from .retention import CheckpointInfo
 from .saving import CheckpointWriter
 from .state import get_state_dict, set_state_dict
 
@@ -43,12 +46,15 @@ __all__ = [
     "CheckpointDamaged",
     "CheckpointError",
     "CheckpointIOError",
+    "CheckpointInfo",
     "CheckpointMismatch",
     "CheckpointNotFound",
     "CheckpointWriter",
     "Manifest",
     "RandomState",
+    "SaveFuture",
     "TensorSpec",
+    "Waited",
     "async_save",
     "close",
     "derived_seed",
@@ -56,6 +62,7 @@ __all__ = [
     "inspect",
     "is_complete",
     "latest",
+    "list_checkpoints",
     "load",
     "open_checkpoint",
     "retain",
@@ -63,4 +70,5 @@ __all__ = [
     "set_aside",
     "set_state_dict",
     "verify",
+    "wait",
 ]

@@ -3,15 +3,13 @@ numbers at the end of their names; and random state by step."""
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import itertools
 import os
 import random
-import re
 import sys
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from ..comm import Messenger, alone, messenger
+from ..peers import shown_ranks, variants
 from ..policy.arguments import (
     expect,
     expect_dict,
@@ -29,16 +28,18 @@ from ..policy.arguments import (
     expect_text,
     expect_whole,
 )
-from .background import background
-from .directory import LOCK_NAME, POINTER_NAME, generations, open_folder, read_current, read_pointer, remove_generation
-from .errors import CheckpointBusy, CheckpointDamaged, CheckpointError
+from .agreement import Message, agree
+from .background import SaveFuture, background
+from .companions import METRICS, ROOM, metrics_of
+from .directory import LOCK_NAME, generations, open_folder, read_current
+from .errors import CheckpointDamaged, CheckpointError, CheckpointMismatch, CheckpointNotFound
 from .files import Folder, doing
 from .loading import CheckpointReader, LoadJob, LoadOptions, Rename
-from .manifest import Manifest
-from .saving import SaveJob, snapshot
-from .state import flatten
-
-_NUMBER = re.compile(r"(?:.*[^0-9])?([0-9]{1,18})", re.ASCII | re.DOTALL)
+from .manifest import MANIFEST_NAME, Manifest, encode
+from .plan import KeyPath, key_of
+from .retention import CheckpointInfo, Rule, clear_rests, kept, numbered, remove, using
+from .saving import SaveJob, Snapshot, snapshot
+from .state import Tree, flatten
 
 Location = str | os.PathLike[str]
 
@@ -50,6 +51,7 @@ def save(
     process_group: dist.ProcessGroup | None = None,
     no_dist: bool = False,
     take_first: Sequence[str] = (),
+    metrics: Mapping[str, float] | None = None,
 ) -> str:
     """Save `state_dict` to the shared directory `checkpoint_id`; every rank of `process_group` calls it.
 
@@ -59,18 +61,20 @@ def save(
     stored as its files, like the configuration of a model of transformers whose state `get_state_dict` took; `load`
     passes over them, and `fullshard checkpoint export --to hf` writes them. `no_dist`: this process alone, whatever
     groups exist. `take_first`: key patterns (* matches anything) for which the lowest rank's state is saved if ranks
-    differ.
+    differ. `metrics`: numbers by name, of which those of the first rank are recorded, for `retain` and
+    `list_checkpoints`.
 
     Returns the directory of the new generation. An existing checkpoint is replaced atomically at the end; until then,
     and after any error, it is unchanged. Raises on all ranks: `CheckpointMismatch` for state that cannot be saved or
-    differs between ranks, `CheckpointIOError`, `CheckpointBusy`.
+    differs between ranks, `CheckpointIOError`, `CheckpointBusy`; before anything is written, if the files do not fit on
+    the file system, or if a host does not see the directory of the first rank.
     """
-    path, first = _location(checkpoint_id), tuple(expect_keys("take_first", take_first))
+    path, first, numbers = _location(checkpoint_id), tuple(expect_keys("take_first", take_first)), _numbers(metrics)
     expect_dict("state_dict", state_dict)
     found = _messenger(process_group, no_dist)
-    background(found).settle(found, path)
+    background(found).settle(found, f"saving {path}")
     with found.telling(f"saving {path}"):
-        taken = snapshot(flatten(state_dict), companions=found.rank == 0)
+        taken = _taken(flatten(state_dict), found, numbers)
     return SaveJob(path, found, first).run(taken)
 
 
@@ -81,18 +85,51 @@ def async_save(
     process_group: dist.ProcessGroup | None = None,
     no_dist: bool = False,
     take_first: Sequence[str] = (),
-) -> Future[str]:
+    metrics: Mapping[str, float] | None = None,
+    staging_nbytes: int | None = None,
+    queue: bool = False,
+) -> SaveFuture:
     """`save` in the background: the call returns when the state is copied to the host; a thread does the rest.
 
     Arguments and guarantees are those of `save`. The future's `result()` waits, and returns the directory of the
     generation or raises the failure, the same on all ranks. A failure that nobody asked for is raised by the group's
-    next save, by `close()`, and at the end of the process, which then exits with status 1. One save runs at a time: the
-    next one waits. The memory of the copy is kept for the next save; `close()` frees it.
+    next save, by `wait()`, by `close()`, and at the end of the process, which then exits with status 1. The memory of
+    the copy (pinned for a device) is kept for the next save; `close()` frees it.
+
+    staging_nbytes: the most bytes of this rank's state that are copied; None for all of it. The call also waits until
+        what does not fit was written. The future's `waited` says how long the call took, and for what.
+    queue: one save may wait for the one that runs, with a copy of its own (twice the memory), and the call for that
+        does not wait. Otherwise, and with one that waits, the call first waits for the end of the oldest. Where a
+        process group has no connections of its own (backends of tests) it has no effect.
     """
-    path, first = _location(checkpoint_id), tuple(expect_keys("take_first", take_first))
+    path, first, numbers = _location(checkpoint_id), tuple(expect_keys("take_first", take_first)), _numbers(metrics)
     expect_dict("state_dict", state_dict)
+    bound = None if staging_nbytes is None else expect_whole("staging_nbytes", staging_nbytes, 0)
     found = _messenger(process_group, no_dist)
-    return background(found).start(state_dict, path, found, first)
+    calls = messenger(process_group, "checkpoint call") if expect_flag("queue", queue) and found.is_own else None
+    calls = found if queue and found.group is None else calls
+    return background(found).start(
+        state_dict,
+        lambda tree: _taken(tree, found, numbers),
+        SaveJob(path, found, first),
+        staging_nbytes=bound,
+        calls=calls,
+    )
+
+
+def wait(*, process_group: dist.ProcessGroup | None = None, no_dist: bool = False) -> None:
+    """Wait for the saves in the background of `process_group`; every rank calls it. Raises, on all ranks, the failure
+    of one that some rank has not asked for. `close` does the same for all groups, by this process alone."""
+    found = _messenger(process_group, no_dist)
+    background(found).settle(found, "waiting for saves")
+
+
+def _taken(tree: Tree, found: Messenger, numbers: dict[str, float]) -> Snapshot:
+    taken = snapshot(tree, companions=found.rank == 0)
+    if numbers and found.rank == 0:
+        path: KeyPath = (ROOM, METRICS)
+        taken.values[key_of(path)] = path, encode(numbers)
+    return taken
 
 
 def load(
@@ -138,7 +175,8 @@ def load(
     options = LoadOptions(cast, missing, unexpected, rename, manifest_sha256, some)
     found = _messenger(process_group, no_dist)
     background(found).wait()
-    LoadJob(path, found, options).run(state_dict)
+    with using(path):
+        LoadJob(path, found, options).run(state_dict)
 
 
 # ---- inspecting, in one process --------------------------------------------------------------------------------
@@ -192,7 +230,7 @@ def latest(folder: Location) -> Path | None:
 
     Not by times, because clocks jump. Incomplete checkpoints are skipped.
     """
-    for _, path in reversed(_numbered(_location(folder, "folder"))):
+    for _, path in reversed(numbered(_location(folder, "folder"))):
         if is_complete(path):
             return Path(path)
     return None
@@ -222,70 +260,90 @@ def set_aside(checkpoint_id: Location) -> Path:
     return Path(free)
 
 
-def retain(folder: Location, *, keep_last: int, keep_every: int | None = None) -> list[Path]:
-    """Delete old checkpoints in `folder`; returns the deleted ones. One process alone.
+def list_checkpoints(folder: Location) -> list[CheckpointInfo]:
+    """The checkpoints in `folder`, ascending by the number at the end of their names; those that are damaged and the
+    rests of saves too, with the problem. Reads pointers, manifests and sizes. One process alone."""
+    found = (_info(step, path) for step, path in numbered(_location(folder, "folder")))
+    return [info for info in found if info is not None]
 
-    It keeps the `keep_last` newest complete ones (by the number at the end of their names), those whose number is a
-    multiple of `keep_every`, everything newer than the newest complete one, anything that is not a fullshard
-    checkpoint, and any checkpoint that a save is writing to. It deletes only files that fullshard wrote.
+
+def retain(
+    folder: Location,
+    *,
+    keep_last: int,
+    keep_every: int | None = None,
+    keep_best: int | None = None,
+    metric: str | None = None,
+    mode: str = "min",
+    dry_run: bool = False,
+    process_group: dist.ProcessGroup | None = None,
+    no_dist: bool = True,
+) -> list[Path]:
+    """Delete old checkpoints in `folder`; returns the deleted ones, with `dry_run` those that it would delete.
+
+    It keeps the `keep_last` newest whole ones (by the number at the end of their names), those whose number is a
+    multiple of `keep_every`, the `keep_best` with the smallest (`mode="min"`) or greatest (`"max"`) `metric` that their
+    save recorded, everything newer than the newest whole one, anything that is not a fullshard checkpoint, and any
+    checkpoint that a save is writing to or that this process is loading. It deletes only files that fullshard wrote. A
+    kill leaves a checkpoint whole or invisible; the next call removes the rest.
+
+    One process alone; with `no_dist=False` every rank of `process_group` calls it, the first one looks and deletes, and
+    all return the same or raise the same. That waits for a save in the background. Raises `CheckpointMismatch` if ranks
+    ask for different things, `CheckpointIOError`.
     """
     path = _location(folder, "folder")
-    if isinstance(keep_last, bool) or not isinstance(keep_last, int) or keep_last < 1:
-        raise ValueError(f"keep_last: expected an int >= 1, so that one checkpoint stays, found {keep_last!r}")
-    if keep_every is not None and (isinstance(keep_every, bool) or not isinstance(keep_every, int) or keep_every < 1):
-        raise ValueError(f"keep_every: expected an int >= 1 or None, found {keep_every!r}")
-    found = _numbered(path)
-    complete = [one for one in found if is_complete(one[1])]
+    rule = Rule(keep_last, keep_every, keep_best, metric, mode)
+    if (problem := rule.problem()) is not None:
+        raise ValueError(problem)
+    expect_flag("dry_run", dry_run)
+    found = _messenger(process_group, no_dist)
+    background(found).wait()
+    what = f"removing {path}"
+
+    def decide(messages: list[Message]) -> Message:
+        rules = variants({rank: Rule(*message["rule"]) for rank, message in enumerate(messages)})
+        if len(rules) > 1:
+            problems = [f"{shown_ranks(ranks)}: {each}" for each, ranks in rules.items()]
+            raise CheckpointMismatch(f"{what}: expected the same request of all ranks, found", problems)
+        return {"gone": _retain(path, rule, dry_run)}
+
+    done = agree(found, what, lambda: {"rule": list(rule)}, decide)
+    return [Path(one) for one in done["gone"]]
+
+
+def _retain(path: str, rule: Rule, dry_run: bool) -> list[str]:
+    if not dry_run:
+        clear_rests(path)
+    found = list_checkpoints(path)
+    stays = kept(found, rule)
     gone = []
-    for number, each in found:
-        newer = not complete or (number, each) > complete[-1]
-        if newer or (number, each) in complete[-keep_last:] or (keep_every is not None and number % keep_every == 0):
-            continue
-        with doing(f"removing {each}"):
-            if _remove(each):
-                gone.append(Path(each))
+    for info in found:
+        if info.path not in stays:
+            with doing(f"removing {info.path}"):
+                if dry_run or remove(str(info.path)):
+                    gone.append(str(info.path))
     return gone
 
 
-def _numbered(folder: str) -> list[tuple[int, str]]:
-    """(number, path) of the directories in `folder` whose names end in a number, ascending; links are skipped."""
+def _info(step: int, path: str) -> CheckpointInfo | None:
+    """What is in the directory `path`; None if no save of fullshard wrote there."""
     try:
-        names = sorted(os.listdir(folder))
-    except (FileNotFoundError, NotADirectoryError):
-        return []
-    found = [(int(match[1]), f"{folder}/{name}") for name in names if (match := _NUMBER.fullmatch(name))]
-    return sorted((number, path) for number, path in found if os.path.isdir(path) and not os.path.islink(path))
-
-
-def _remove(path: str) -> bool:
-    """Remove a checkpoint, or the remains of a save: the pointer first, so that it stops being one at once. False if
-    none of it is ours, or if a save is writing to it."""
-    with contextlib.ExitStack() as stack:
-        folder = stack.enter_context(Folder.open(path))
-        try:
-            pointed = read_pointer(folder) is not None
-        except CheckpointDamaged:
-            return False
-        if not pointed and not any(generations(folder)):
-            return False
-        try:
-            lock = folder.lock(LOCK_NAME)
-        except CheckpointBusy:
-            return False
-        if lock is not None:
-            stack.callback(os.close, lock)
-        if pointed:
-            folder.remove(POINTER_NAME)
-            folder.sync()
-        for name in list(generations(folder)):
-            remove_generation(folder, name)
-        folder.remove(LOCK_NAME)
-        if folder.names():
-            return True
-    with Folder.open(os.path.dirname(path)) as parent:
-        os.rmdir(path)
-        parent.sync()
-    return True
+        with open_checkpoint(path) as found:
+            manifest = found.manifest
+            return CheckpointInfo(
+                Path(path),
+                step,
+                found.sizes_problem(),
+                sum(file.nbytes for file in manifest.files),
+                f"{manifest.world} rank{'s' * (manifest.world > 1)}",
+                os.stat(MANIFEST_NAME, dir_fd=found.folder.fd).st_mtime,
+                metrics_of(manifest),
+            )
+    except CheckpointNotFound:
+        with doing(f"looking at {path}"), Folder.open(path) as folder:
+            return CheckpointInfo(Path(path), step, "an unfinished save") if any(generations(folder)) else None
+    except (CheckpointError, OSError) as error:
+        return CheckpointInfo(Path(path), step, str(error))
 
 
 # ---- random state ----------------------------------------------------------------------------------------------
@@ -359,6 +417,14 @@ def _location(given: Location, argument: str = "checkpoint_id") -> str:
     fits = isinstance(given, (str, os.PathLike)) and bool(str(given))
     expect(argument, fits, "the path of a directory", given, "pass a string or a Path")
     return os.path.abspath(os.fspath(given))
+
+
+def _numbers(metrics: Mapping[str, float] | None) -> dict[str, float]:
+    expect_dict("metrics", metrics, or_none=True)
+    for name, value in (metrics or {}).items():
+        fits = isinstance(value, Real) and not isinstance(value, bool)
+        expect(f"metrics[{name!r}]", fits, "a number", value, "for a tensor pass its item()")
+    return {name: float(value) for name, value in (metrics or {}).items()}
 
 
 def expect_digest(manifest_sha256: object) -> None:

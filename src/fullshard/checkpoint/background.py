@@ -1,7 +1,8 @@
 """Saves in the background: the state is copied before the call returns, and a thread does the rest.
 
-One save at a time per process group: the next save and the next load wait for it. A failure that nobody asked the
-future for is raised by the next save, by `close`, and at the end of the process, which then exits with status 1.
+One save at a time per process group, and with `queue` one more that waits: the next save and the next load wait for it.
+A failure that nobody asked the future for is raised by the next save, by `wait`, by `close`, and at the end of the
+process, which then exits with status 1.
 """
 
 from __future__ import annotations
@@ -11,27 +12,46 @@ import contextlib
 import os
 import sys
 import threading
+import time
 import traceback
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any
-
-import torch
-from torch import Tensor
+from typing import Any, NamedTuple
 
 from ..comm import Messenger
 from .agreement import agree, with_all_ranks
-from .saving import SaveJob, Snapshot, snapshot
-from .state import flatten
+from .errors import CheckpointError
+from .saving import SaveJob, Snapshot
+from .staging import Staging, StagingMemory
+from .state import Tree, flatten
+
+
+class Waited(NamedTuple):
+    """How long a call of `async_save` kept its caller, in seconds: for the saves before it, for copies of the state,
+    and for the state that did not fit into `staging_nbytes` to be written."""
+
+    before: float = 0.0
+    copying: float = 0.0
+    writing: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        """All of it."""
+        return sum(self)
 
 
 class SaveFuture(Future[str]):
-    """The future of a background save; `result()` returns the directory of the generation or raises the failure."""
+    """The future of a background save; `result()` returns the directory of the generation or raises the failure.
+
+    `waited`: how long the call kept its caller. `copied_nbytes`: bytes of this rank's state that were copied to the
+    host. Both are known when the call returns."""
 
     def __init__(self) -> None:
         super().__init__()
         self._seen = False
+        self.waited = Waited()
+        self.copied_nbytes = 0
 
     def result(self, timeout: float | None = None) -> str:
         self._seen |= self.exception(timeout) is not None
@@ -42,6 +62,10 @@ class SaveFuture(Future[str]):
         error = super().exception(timeout)
         self._seen |= error is not None
         return error
+
+    def failed(self) -> bool:
+        """Whether it ended with a failure. Does not wait, and the failure is still raised elsewhere."""
+        return self.done() and super().exception() is not None
 
     def unseen(self) -> BaseException | None:
         """Wait, and return a failure that nobody has asked for; the next call returns None."""
@@ -54,101 +78,118 @@ class Background:
     """The saves of one process group."""
 
     def __init__(self) -> None:
-        self._last: SaveFuture | None = None
-        # Memory of the last copy, by the position of the tensor: a fresh page costs more than the copy into it, and
-        # pinned memory much more.
-        self._buffers: dict[int, Tensor] = {}
+        # Those whose failure was not looked for yet, oldest first: one, or two with a queue.
+        self._running: list[SaveFuture] = []
+        # Memory of earlier copies that no save uses now.
+        self._memory: list[StagingMemory] = []
 
     def start(
-        self, state_dict: dict[str, Any], path: str, messenger: Messenger, take_first: Sequence[str]
+        self,
+        state_dict: dict[str, Any],
+        take: Callable[[Tree], Snapshot],
+        job: SaveJob,
+        *,
+        staging_nbytes: int | None = None,
+        calls: Messenger | None = None,
     ) -> SaveFuture:
-        """Copy the state, and leave the rest to a thread."""
-        self.settle(messenger, path)
-        # Here, not in the thread: a rank that calls this alone waits for the others where the guard sees it, and the
-        # default group may be destroyed as soon as the call returns.
-        with with_all_ranks(messenger, f"saving {path}"):
-            messenger.connect()
-        copies = _Copies(self._buffers)
+        """Copy the state that `take` finds in `state_dict`, and leave the rest to a thread. All ranks call it.
+
+        `calls`: over which the calls of this thread agree while a save is in the background; then one save may be
+        there already. Without, the one before has to end first.
+        """
+        begun = time.monotonic()
+        messenger, future = job.messenger, SaveFuture()
+        self.settle(calls or messenger, job.what, leave=0 if calls is None else 1)
+        before = time.monotonic()
+        if not self._running:
+            # Here, not in the thread: a rank that calls this alone waits for the others where the guard sees it, and
+            # the default group may be destroyed as soon as the call returns.
+            with with_all_ranks(messenger, job.what):
+                messenger.connect()
+        memory = self._memory.pop() if self._memory else StagingMemory()
+        job.staging = staging = Staging(memory, staging_nbytes)
         try:
-            with messenger.telling(f"saving {path}"):
+            with messenger.telling(job.what):
                 tree = flatten(state_dict)
-            taken = snapshot(tree, copies.copy, companions=messenger.rank == 0)
-            copies.finish()
-        except (RuntimeError, MemoryError) as error:  # no memory for the copy: tell the other ranks
+            taken = take(tree)
+            taken = taken._replace(parts=staging.before(taken.parts))
+        except (RuntimeError, MemoryError, OSError) as error:  # no memory for the copy: tell the other ranks
             taken = Snapshot([], {}, [f"its copy on the host: {error}"])
-        self._buffers = copies.made
-        future = self._last = SaveFuture()
+            staging.live.end()
+        copied = time.monotonic()
+        after = self._running[-1] if self._running else None
+        self._running.append(future)
         _pending.append(future)
-        job = SaveJob(path, messenger, take_first)
         # Not a daemon: the process waits for it at its end.
         with contextlib.ExitStack() as beside:
             # Entered here, not in the thread: the process group may be destroyed before the thread starts.
             beside.enter_context(messenger.beside())
-            args = job, taken, future, beside.pop_all()
+            beside.callback(self._memory.append, memory)
+            args = job, taken, future, beside.pop_all(), after
             threading.Thread(target=_run, args=args, name="fullshard-save", daemon=False).start()
+        staging.live.wait()
+        future.waited = Waited(before - begun, copied - before, time.monotonic() - copied)
+        future.copied_nbytes = staging.copied_nbytes
         return future
 
-    def settle(self, messenger: Messenger, path: str) -> None:
-        """Wait for the save in progress; raise its failure on all ranks if some rank has not seen it."""
-        last, self._last = self._last, None
-        if last is None:
-            return
+    def settle(self, messenger: Messenger, what: str, leave: int = 0) -> None:
+        """Wait until at most `leave` saves are in progress; raise the failure of one that ended on all ranks, if some
+        rank has not seen it."""
+        while self._running:
+            oldest = self._running[0]
+            if len(self._running) > leave:
+                Future.exception(oldest)
+
+            def failed(oldest: SaveFuture = oldest) -> dict[str, Any]:
+                if oldest.done() and (error := oldest.unseen()) is not None:
+                    raise error
+                return {}
+
+            try:
+                agree(messenger, f"{what}: the save before", failed, lambda _: {})
+            except CheckpointError:
+                self._forget(oldest)
+                raise
+            if len(self._running) <= leave:
+                return
+            self._forget(oldest)
+
+    def _forget(self, oldest: SaveFuture) -> None:
+        Future.exception(oldest)  # the same outcome on all ranks, as soon as it is there
+        oldest.unseen()
+        if self._running and self._running[0] is oldest:
+            self._running.pop(0)
         # `close` may have removed it.
         with contextlib.suppress(ValueError):
-            _pending.remove(last)
-
-        def failed() -> dict[str, Any]:
-            error = last.unseen()
-            if error is not None:
-                raise error
-            return {}
-
-        agree(messenger, f"saving {path}: the save before", failed, lambda _: {})
+            _pending.remove(oldest)
 
     def wait(self) -> None:
         """Wait until no save is in progress; failures are kept for the next save."""
-        if self._last is not None:
-            Future.exception(self._last)
+        for each in self._running:
+            Future.exception(each)
 
     def release(self) -> None:
         """Free the memory of copies."""
-        self._buffers = {}
+        for each in self._memory:
+            each.free()
+        self._memory.clear()
 
 
-class _Copies:
-    """Copies of tensors on the host, in the memory of earlier copies where it fits."""
-
-    def __init__(self, before: dict[int, Tensor]) -> None:
-        self._before = before
-        self.made: dict[int, Tensor] = {}
-        self._devices: set[torch.device] = set()
-
-    def copy(self, local: Tensor) -> Tensor:
-        number = len(self.made)
-        held = self._before.get(number)
-        on_device = local.device.type != "cpu"
-        if held is None or held.shape != local.shape or held.dtype is not local.dtype:
-            held = torch.empty(local.shape, dtype=local.dtype, pin_memory=on_device)
-        self.made[number] = held
-        if on_device:
-            self._devices.add(local.device)
-        with torch.no_grad():
-            return held.copy_(local, non_blocking=on_device)
-
-    def finish(self) -> None:
-        """Wait for the copies from devices."""
-        for device in self._devices:
-            torch.accelerator.current_stream(device).synchronize()
-
-
-def _run(job: SaveJob, taken: Snapshot, future: SaveFuture, beside: contextlib.ExitStack) -> None:
+def _run(
+    job: SaveJob, taken: Snapshot, future: SaveFuture, beside: contextlib.ExitStack, after: SaveFuture | None
+) -> None:
     try:
         with beside:
+            if after is not None:
+                Future.exception(after)
             path = job.run(taken)
     except BaseException as error:
         future.set_exception(error)
     else:
         future.set_result(path)
+    finally:
+        if job.staging is not None:
+            job.staging.live.end()
 
 
 # ---- by process group ------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ tokenizer. A checkpoint stores them as bytes, under keys that no program asks fo
     ("__pretrained__", "model", "config.json")                  uint8, of the model whose state is under "model"
     ("__pretrained__", "tokenizer", "tokenizer.json")           uint8, of an object with `save_pretrained`
     ("__pretrained__", "model", "tied")                         a value: {name left out of files: name kept}
+    ("__pretrained__", "metrics")                               a value: {name: number} of the save
 """
 
 from __future__ import annotations
@@ -19,11 +20,12 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..api import original_class
-from .manifest import is_file_name
+from .manifest import Manifest, is_file_name
 from .plan import KeyPath, key_of
 
 ROOM = "__pretrained__"
 TIED = "tied"
+METRICS = "metrics"
 CONFIG = "config.json"
 GENERATION = "generation_config.json"
 _KINDS = ("*.json", "*.txt", "*.model", "*.jinja", "*.py", "*.tiktoken")
@@ -141,7 +143,8 @@ def stored_files(paths: Mapping[str, KeyPath], model: str | None) -> dict[str, s
     return {
         str(path[-1]): key
         for key, path in paths.items()
-        if path[-1] != TIED and (model is None or owner_of(path) == model or owner_of(path) not in models)
+        if path[-1] not in (TIED, METRICS)
+        and (model is None or owner_of(path) == model or owner_of(path) not in models)
     }
 
 
@@ -169,6 +172,13 @@ def _with_dtype(data: bytes, dtype: str) -> bytes:
             if name != "quantization_config" and isinstance(part, dict) and isinstance(part.get(key), str):
                 part[key] = dtype
     return (json.dumps(found, indent=2, sort_keys=True) + "\n").encode()
+
+
+def metrics_of(manifest: Manifest) -> dict[str, float]:
+    """The metrics that its save recorded."""
+    entry = manifest.values.get(key_of((ROOM, METRICS)))
+    held = entry.value if entry is not None and isinstance(entry.value, dict) else {}
+    return {str(name): float(value) for name, value in held.items() if isinstance(value, int | float)}
 
 
 def owner_of(path: KeyPath) -> str:

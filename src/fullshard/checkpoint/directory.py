@@ -27,7 +27,7 @@ from .manifest import MANIFEST_NAME, MAX_NBYTES, Manifest, is_save_id, parse, pa
 
 POINTER_NAME = "CURRENT"
 LOCK_NAME = "LOCK"
-_NEXT_POINTER = ".CURRENT.next"
+NEXT_POINTER = ".CURRENT.next"
 _SAVING = ".saving-"
 _GENERATION = re.compile(r"g([0-9]{6,12})-([0-9a-f]{32})", re.ASCII)
 _POINTER_NBYTES = 4096
@@ -202,9 +202,9 @@ class Saving:
             folder.sync()
             pointer = Pointer(generation, self.save_id, hashlib.sha256(manifest).hexdigest())
             with contextlib.suppress(FileNotFoundError):
-                folder.remove(_NEXT_POINTER)
-            folder.write(_NEXT_POINTER, pointer.to_bytes())
-            folder.replace(_NEXT_POINTER, POINTER_NAME)
+                folder.remove(NEXT_POINTER)
+            folder.write(NEXT_POINTER, pointer.to_bytes())
+            folder.replace(NEXT_POINTER, POINTER_NAME)
             folder.sync()
         self._committed = pointer
         return f"{folder.path}/{generation}"

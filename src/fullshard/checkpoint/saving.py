@@ -46,6 +46,7 @@ from .manifest import (
 )
 from .plan import FLATTENED, REMEDY, Box, Holdings, KeyPath, TensorSpec, choose_writers, key_of, merge, together, whole
 from .safetensors import FilePart, data_header, file_order
+from .staging import Staging, StagingMemory
 from .state import Part, Tree, bytes_of, dtype_name, named_tensors, on_host, part_of
 from .wrapped import Kinds, Saved, is_wrapper, saved
 
@@ -62,9 +63,9 @@ class Snapshot(NamedTuple):
     problems: list[str]
 
 
-def snapshot(tree: Tree, copy: Callable[[Tensor], Tensor] | None = None, *, companions: bool = False) -> Snapshot:
-    """The leaves of `tree`, with tensors copied by `copy` if given; with `companions`, on one rank, also the files that
-    belong to its models. Problems of its contents are listed, not raised."""
+def snapshot(tree: Tree, *, companions: bool = False) -> Snapshot:
+    """The leaves of `tree`, whose tensors share its memory; with `companions`, on one rank, also the files that belong
+    to its models. Problems of its contents are listed, not raised."""
     parts, problems = list[tuple[KeyPath, Part]](), list(tree.problems)
     values = {key: (leaf.path, encode(leaf.value)) for key, leaf in tree.values.items()}
     kinds = dict[type, Kinds | None]()
@@ -76,9 +77,7 @@ def snapshot(tree: Tree, copy: Callable[[Tensor], Tensor] | None = None, *, comp
             continue
         if isinstance(found, Part):
             found = Saved([(leaf.path, found)], None)
-        for path, part in found.parts:
-            copied = part.local if copy is None or part.local is None else copy(part.local)
-            parts.append((path, part._replace(local=copied)))
+        parts += found.parts
         if found.layout is not None:
             path = (*leaf.path, FLATTENED)
             values[key_of(path)] = path, encode(found.layout)
@@ -109,6 +108,8 @@ class SaveJob:
     def __init__(self, path: str, messenger: Messenger, take_first: Sequence[str]) -> None:
         self.path, self.messenger, self.take_first = os.path.abspath(path), messenger, tuple(take_first)
         self.what = f"saving {self.path}"
+        # Of a save in the background.
+        self.staging: Staging | None = None
         # On the first rank, from the plan until the end.
         self._saving: Saving | None = None
 
@@ -153,15 +154,30 @@ class SaveJob:
     def _write(self, mine: Snapshot, plan: Message) -> Message:
         rank = self.messenger.rank
         write, compare, send = plan["write"][rank], plan["compare"][rank], plan["send"][rank]
+        staging = self.staging or Staging(StagingMemory())
+        in_file = file_order([_file_part(*mine.parts[i]) for i in write])
+        mine = mine._replace(parts=staging.after_plan(mine.parts, [*compare, *(write[i] for i in in_file)]))
+        read = staging.live.read
+        sums = {}
+        for index in compare:
+            sums[index] = files.of_blocks(_bytes_of_part(mine.parts[index][1]), BLOCK_NBYTES)
+            read(index)
         name = f"data-{rank:05d}.safetensors"
         parts = [mine.parts[index] for index in write]
         stored, written = None, list[Any]()
         if parts:
             with doing(f"writing {self.path}/{plan['folder']}/{name}"), Folder.open(self.path) as folder:
                 with folder.sub(plan["folder"]) as saving:
-                    stored, chunks = write_file(saving, name, parts, plan["save_id"], spare_cores(self.messenger.world))
+                    stored, chunks = write_file(
+                        saving,
+                        name,
+                        parts,
+                        plan["save_id"],
+                        spare_cores(self.messenger.world),
+                        lambda i: read(write[i]),
+                    )
             written = [[index, *chunk] for index, chunk in zip(write, chunks, strict=True)]
-        sums = {index: files.of_blocks(_bytes_of_part(mine.parts[index][1]), BLOCK_NBYTES) for index in compare}
+        staging.live.check()
         compared = [[index, _digest(crcs)] for index, crcs in sums.items()]
         values = [[key, mine.values[key][1]] for key in send]
         return {"file": stored, "written": written, "compared": compared, "values": values}
@@ -226,9 +242,15 @@ def commit(
 
 
 def write_file(
-    folder: Folder, name: str, parts: Sequence[tuple[KeyPath, Part]], save_id: str, threads: int = 1
+    folder: Folder,
+    name: str,
+    parts: Sequence[tuple[KeyPath, Part]],
+    save_id: str,
+    threads: int = 1,
+    read: Callable[[int], None] = lambda _: None,
 ) -> tuple[FileEntry, list[tuple[int, int, tuple[int, ...]]]]:
-    """A data file of `parts`, synced. Returns its entry and, for each part, (start, nbytes, checksums).
+    """A data file of `parts`, synced. Returns its entry and, for each part, (start, nbytes, checksums). `read`: called
+    with the number of each part, on any thread, when its memory is no longer used.
 
     With a fast checksum library, checksums are computed block by block on the way to the file. Those of the standard
     library are computed by `threads` in parallel with the writing: both release the interpreter lock, and the disk is
@@ -244,9 +266,11 @@ def write_file(
             start, data = file.nbytes, _bytes_of_part(parts[i][1])
             if files.FAST:
                 found[i] = (start, len(data), file.write_summed(data, BLOCK_NBYTES))
+                read(i)
             else:
                 found[i], pending[i] = (start, len(data), ()), beside.submit(data)
                 file.write(data)
+                pending[i].add_done_callback(lambda _, i=i: read(i))  # type: ignore[misc]
         file.sync()
         entry = FileEntry(name, file.nbytes, len(head), files.crc32(head))
     for i, crcs in pending.items():

@@ -86,6 +86,8 @@ _CHECKPOINT_EXAMPLES = """\
 examples:
   fullshard checkpoint inspect runs/x/checkpoints            the contents and the format
   fullshard checkpoint verify runs/x/checkpoints/step-100    read every byte, compare every checksum
+  fullshard checkpoint list runs/x/checkpoints               step, size, layout, age, metrics, whole or not
+  fullshard checkpoint prune runs/x/checkpoints --keep-last 2 --keep-every 1000
   fullshard checkpoint convert outputs/checkpoint/step-1000 ours      from torchtitan, Composer, DCP
   fullshard checkpoint convert Llama-3.2-1B ours --names-from hf --names-to fullshard
   fullshard checkpoint export runs/x/step-100 there --to hf  a folder that from_pretrained loads
@@ -103,12 +105,12 @@ def _add_checkpoint(commands: Any) -> None:
     """Add `checkpoint` and its subcommands to the parser of the command line."""
     top = commands.add_parser(
         "checkpoint",
-        help="inspect, verify, convert and export checkpoints",
+        help="inspect, verify, list, prune, convert and export checkpoints",
         description="Checkpoints of fullshard, DCP (torchtitan, Composer), Hugging Face and torch.save.",
         epilog=_CHECKPOINT_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    actions = top.add_subparsers(dest="action", required=True, metavar="{inspect,verify,convert,export}")
+    actions = top.add_subparsers(dest="action", required=True, metavar="{inspect,verify,list,prune,convert,export}")
 
     inspect = actions.add_parser("inspect", help="show the format and the contents of a checkpoint")
     _path(inspect)
@@ -148,8 +150,20 @@ def _add_checkpoint(commands: Any) -> None:
         metavar="PATH",
         help="for hf: PEFT's adapter_config.json, or the folder of its save_pretrained, instead of the checkpoint's",
     )
-    for action in (inspect, verify, into, export):
+    listing = actions.add_parser("list", help="show the checkpoints of a folder, and which of them are whole")
+    pruning = actions.add_parser("prune", help="remove old checkpoints of a folder")
+    for action in (listing, pruning):
+        action.add_argument("path", metavar="FOLDER", help="a folder of checkpoints whose names end in numbers")
+    pruning.add_argument("--keep-last", type=int, required=True, metavar="N", help="keep the N newest whole ones")
+    pruning.add_argument("--keep-every", type=int, metavar="N", help="keep those whose step N divides")
+    pruning.add_argument("--keep-best", type=int, metavar="N", help="keep the N best by --metric")
+    pruning.add_argument("--metric", metavar="NAME", help="a metric that the saves recorded, such as val_loss")
+    pruning.add_argument("--mode", choices=("min", "max"), default="min", help="which metric is best (default: min)")
+    pruning.add_argument("--dry-run", action="store_true", help="only show what would be removed")
+
+    for action in (inspect, verify, listing, pruning, into, export):
         action.add_argument("--json", action="store_true", help="one JSON object on stdout, and no progress bar")
+    for action in (inspect, verify, into, export):
         action.add_argument(
             "--allow-torch-save",
             action="store_true",

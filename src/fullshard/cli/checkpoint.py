@@ -1,4 +1,5 @@
-"""`fullshard checkpoint`: inspect checkpoints of any format, verify them, and convert between formats.
+"""`fullshard checkpoint`: inspect checkpoints of any format, verify them, and convert between formats; list those of a
+folder, and remove old ones.
 
 Exit codes: 0 success; 1 damaged, or the operating system refused; 2 cannot run as requested: nothing is there, names do
 not fit, the target exists; 3 recognised but rejected: the text says what to do.
@@ -8,14 +9,16 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
+import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from fullshard.checkpoint import formats
+from fullshard.checkpoint import CheckpointInfo, formats, list_checkpoints, retain
 from fullshard.checkpoint.adapters import FILE as ADAPTERS
 from fullshard.checkpoint.adapters import given
 from fullshard.checkpoint.companions import CONFIG, files_in
@@ -29,7 +32,9 @@ EXIT_FAILED, EXIT_USAGE, EXIT_REFUSED = 1, 2, 3
 def run(arguments: argparse.Namespace) -> int:
     """Run the command and return the exit code. An error is a text on stderr, and with --json also one on stdout."""
     try:
-        {"inspect": _inspect, "verify": _verify, "convert": _convert, "export": _convert}[arguments.action](arguments)
+        actions = {"inspect": _inspect, "verify": _verify, "convert": _convert, "export": _convert}
+        actions |= {"list": _list, "prune": _prune}
+        actions[arguments.action](arguments)
         return 0
     except BrokenPipeError:
         raise
@@ -118,6 +123,84 @@ def _verify(arguments: argparse.Namespace) -> None:
     print(printable(f"{found.says}\nwhole: {_summary(facts)}"))
     for text in unknown:
         print(printable(f"not verified: {text}"))
+
+
+# ---- list, prune -----------------------------------------------------------------------------------------------
+
+
+def _list(arguments: argparse.Namespace) -> None:
+    """Print one line, or with --json one entry, for each checkpoint."""
+    found = list_checkpoints(arguments.path)
+    if not found:
+        raise CheckpointNotFound(f"{arguments.path}: expected a folder with checkpoints (step-100, ...), found none")
+    if arguments.json:
+        print(json.dumps({"ok": True, "checkpoints": [_as_json(one) for one in found]}))
+        return
+    print(printable(table(found, time.time())))
+
+
+def _prune(arguments: argparse.Namespace) -> None:
+    """Remove what the options do not keep, and print what was removed."""
+    names = ("keep_last", "keep_every", "keep_best", "metric", "mode", "dry_run")
+    gone = retain(arguments.path, **{name: getattr(arguments, name) for name in names})
+    stays = list_checkpoints(arguments.path)
+    if arguments.json:
+        kept = [str(one.path) for one in stays if one.path not in gone]
+        said = {"ok": True, "dry_run": arguments.dry_run, "removed": [str(path) for path in gone], "kept": kept}
+        print(json.dumps(said))
+        return
+    verb = "would remove" if arguments.dry_run else "removed"
+    lines = [f"{verb} {path}" for path in gone] or ["nothing to remove"]
+    print(printable("\n".join(lines)))
+
+
+def table(found: Sequence[CheckpointInfo], now: float) -> str:
+    """`found` as a table. `now`: seconds since 1970, from which ages are counted."""
+    head = ("name", "step", "size", "layout", "age", "metrics", "state")
+    rows = [head, *(_row(one, now) for one in found)]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(head) - 1)]
+    return "\n".join(
+        "  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[-1]]) for row in rows
+    )
+
+
+def _row(one: CheckpointInfo, now: float) -> tuple[str, ...]:
+    size = in_units(one.nbytes) if one.nbytes else "-"
+    when = "-" if one.saved_at is None else age(now - one.saved_at)
+    return (
+        one.path.name,
+        str(one.step),
+        size,
+        one.layout or "-",
+        when,
+        shown(one.metrics) or "-",
+        one.problem or "whole",
+    )
+
+
+def shown(metrics: Mapping[str, float]) -> str:
+    """
+    >>> shown({"val_loss": 1.23456789, "tokens": 4096.0})
+    'val_loss=1.23457 tokens=4096'
+    """
+    return " ".join(f"{name}={value:g}" for name, value in metrics.items())
+
+
+def age(seconds: float) -> str:
+    """
+    >>> age(8), age(600), age(7300), age(200_000), age(-3)
+    ('8 s', '10 min', '2 h', '2 d', '0 s')
+    """
+    for unit, size in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= 2 * size:
+            return f"{seconds // size:.0f} {unit}"
+    return f"{max(seconds, 0):.0f} s"
+
+
+def _as_json(one: CheckpointInfo) -> dict[str, Any]:
+    metrics = {name: value if math.isfinite(value) else None for name, value in one.metrics.items()}
+    fields: dict[str, Any] = {**one._asdict(), "path": str(one.path), "metrics": metrics}
+    return {**fields, "whole": one.whole}
 
 
 # ---- convert, export -------------------------------------------------------------------------------------------

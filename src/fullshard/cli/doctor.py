@@ -73,7 +73,7 @@ def run(arguments: argparse.Namespace) -> int:
             folder = folder or Path(config.run.dir or "runs")
             keywords = {
                 "options": {"mp_policy": precision_policy(config.precision)},
-                "copies": config.checkpoint.keep_last + 1,
+                "copies": config.checkpoint.keep_last + config.checkpoint.keep_best + 1 + config.checkpoint.queue,
                 "needs_port": False,  # `fullshard train` meets at a file
             }
             entry = f"{BUILTIN}:{entry}" if entry.endswith(".toml") else entry

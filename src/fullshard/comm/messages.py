@@ -44,6 +44,11 @@ class Messenger(NamedTuple):
     def _scope(self) -> Scope | None:
         return None if self.line is None or self.line.data_group is None else self.line.data_group.scope
 
+    @property
+    def is_own(self) -> bool:
+        """Whether its connections are its own, and not those of the process group."""
+        return self.line is not None and self.line.data_group is not None
+
     def connect(self) -> None:
         """Wait for all ranks, if their connections do not exist yet."""
         if self.line is not None and self.line.data_group is not None:
@@ -128,8 +133,9 @@ def alone() -> Messenger:
     return Messenger(None, 0, 1, "cpu")
 
 
-def messenger(process_group: dist.ProcessGroup | None) -> Messenger:
-    """The messenger of `process_group` (None: the default group, or `alone` if there is none). Sends nothing."""
+def messenger(process_group: dist.ProcessGroup | None, purpose: str = "checkpoint") -> Messenger:
+    """The messenger of `process_group` (None: the default group, or `alone` if there is none). Sends nothing. Those of
+    another `purpose` have connections of their own."""
     if process_group is None:
         if not dist.is_available() or not dist.is_initialized():
             return alone()
@@ -142,9 +148,9 @@ def messenger(process_group: dist.ProcessGroup | None) -> Messenger:
         device = message_device(backend, torch.device("cpu")) or "cpu"
         return Messenger(Line(process_group), rank, world, device)
     # One scope per process group, even for equal ranks; torch's group names are equal on all ranks.
-    scope = scope_of(dist.get_process_group_ranks(process_group), f"checkpoints {process_group.group_name}")
+    scope = scope_of(dist.get_process_group_ranks(process_group), f"{purpose}s {process_group.group_name}")
     assert scope is not None
-    made = open_data_group(scope, process_group, torch.device("cpu"), "gloo", "checkpoint")
+    made = open_data_group(scope, process_group, torch.device("cpu"), "gloo", purpose)
     return Messenger(Line(process_group, made), rank, world, "cpu")
 
 

@@ -165,7 +165,19 @@ class CheckpointKeys:
     )
     keep_last: int = setting(2, "how many of the newest checkpoints are kept", least=1)
     keep_every: int = setting(0, "also keep those of steps that are multiples of this; 0 = none", least=0)
+    keep_best: int = setting(0, "also keep this many with the best metric; 0 = none", least=0)
+    metric: str = setting(
+        "val_loss",
+        "of keep_best, the smallest is best; one of validation validates at every checkpoint",
+        choices=("loss", "bits_per_byte", "val_loss", "val_bits_per_byte"),
+    )
     asynchronous: bool = setting(True, "save in the background between steps; the last save is always waited for")
+    staging_mib: int = setting(
+        0,
+        "most MiB of a process's state that are copied for that; it waits for the rest to be written; 0 = all",
+        least=0,
+    )
+    queue: bool = setting(False, "one more save may wait for the one in the background, with a copy of its own")
     grace_seconds: float = setting(60.0, "a process that has not stopped this long after SIGTERM is ended", above=0.0)
 
 
@@ -220,6 +232,13 @@ class Config:
             value = getattr(self.training, key)
             if self.training.recompute == "none" and value != getattr(TrainingKeys(), key):
                 raise invalid(f"training.{key}", value, 'has no effect with training.recompute = "none"', '"block"')
+        c = self.checkpoint
+        for key in ("staging_mib", "queue"):
+            value = getattr(c, key)
+            if value and not c.asynchronous:
+                raise invalid(f"checkpoint.{key}", value, "has no effect with checkpoint.asynchronous = false")
+        if not c.keep_best and c.metric != CheckpointKeys().metric:
+            raise invalid("checkpoint.metric", c.metric, "has no effect with checkpoint.keep_best = 0")
         if d.corpus != "builtin" and not (d.corpus.startswith("path:") and len(d.corpus) > len("path:")):
             raise invalid("data.corpus", d.corpus, 'expected "builtin" or "path:FILE"', _nearest_corpus(d.corpus))
 

@@ -25,8 +25,7 @@ import fcntl
 import json
 import os
 import platform
-from collections.abc import Iterator
-from concurrent.futures import Future
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from operator import attrgetter
 from pathlib import Path
@@ -228,7 +227,10 @@ class Checkpoints:
         self.model, self.optimizer = model, optimizer
         self.facts = facts  # must be equal when the run continues: the corpus, the seed
         self.micro = micro if micro is not None and micro.search != "fixed" else None
-        self._under_way: Future[str] | None = None
+        # Saves in the background, oldest first: one, or two with a queue.
+        self._under_way: list[checkpoint.SaveFuture] = []
+        # One of them has failed on some process: all learn of it with the figures of a step.
+        self.failed_somewhere = False
         # On rank 0: (new path, reason) of damaged checkpoints that `resume` set aside.
         self.aside: list[tuple[Path, str]] = []
 
@@ -307,10 +309,16 @@ class Checkpoints:
         """Whether a checkpoint is due after `step` of `last`."""
         return step == last or bool(self.keys.every and step % self.keys.every == 0)
 
-    def save(self, step: int, *, wait: bool) -> None:
+    @property
+    def failed(self) -> bool:
+        """Whether a save in the background has failed on this process."""
+        return any(future.failed() for future in self._under_way)
+
+    def save(self, step: int, *, wait: bool, metrics: Mapping[str, float] | None = None) -> None:
         """Save the checkpoint of `step`, and remove old ones. Collective. With `wait` it is complete on return;
-        without, it may be written in the background, and the next save raises its failure."""
-        self._settle()
+        without, it may be written in the background, and `settle` or the next save raises its failure."""
+        queues = self.keys.queue and self.keys.asynchronous and not wait
+        self.settle(leave=1 if queues else 0)
         path = self.folder / f"step-{step}"
         model_state, optimizer_state = checkpoint.get_state_dict(self.model, self.optimizer)
         # Store the size found by failing, so that no resumed run has to fail again; 0: the size was given.
@@ -318,21 +326,37 @@ class Checkpoints:
         run = {**self.facts, "step": step, "world": self.world.size, "micro_batch": found}
         state = {"model": model_state, "optimizer": optimizer_state, "run": run}
         if self.keys.asynchronous and not wait:
-            self._under_way = checkpoint.async_save(state, checkpoint_id=path)
+            bound = self.keys.staging_mib << 20 or None
+            self._under_way.append(
+                checkpoint.async_save(
+                    state, checkpoint_id=path, metrics=metrics, staging_nbytes=bound, queue=self.keys.queue
+                )
+            )
             return
-        checkpoint.save(state, checkpoint_id=path)
+        checkpoint.save(state, checkpoint_id=path, metrics=metrics)
         self._retain()
 
-    def _settle(self) -> None:
-        """Wait for the save in progress."""
-        if self._under_way is not None:
-            pending, self._under_way = self._under_way, None
-            pending.result()
+    def settle(self, leave: int = 0) -> None:
+        """Wait until at most `leave` saves are in progress; raise the failure of one of the others. Collective."""
+        while len(self._under_way) > leave:
+            self._under_way.pop(0).result()
             self._retain()
 
     def _retain(self) -> None:
+        keys, error = self.keys, None
         if self.world.rank == 0:
-            checkpoint.retain(self.folder, keep_last=self.keys.keep_last, keep_every=self.keys.keep_every or None)
+            try:
+                checkpoint.retain(
+                    self.folder,
+                    keep_last=keys.keep_last,
+                    keep_every=keys.keep_every or None,
+                    keep_best=keys.keep_best or None,
+                    metric=keys.metric if keys.keep_best else None,
+                )
+            except checkpoint.CheckpointError as found:
+                error = found
+        if self.world.largest([float(error is not None)])[0]:
+            raise error or checkpoint.CheckpointError(f"{self.folder}: rank 0 could not remove old checkpoints")
 
 
 def save_model(run_dir: Path, model: nn.Module, *, rank: int) -> None:

@@ -148,23 +148,31 @@ class Trainer:
         """All steps after step `after`, with checkpoints between them.
 
         Raises `FloatingPointError`, before the update, if loss or gradient is not finite (`training.nonfinite`);
-        `ReplayError` if a replayed step differs (`training.replay_every`); and `Stopped` if a rank received SIGTERM:
-        after a step, the same one on all ranks, with its checkpoint saved.
+        `ReplayError` if a replayed step differs (`training.replay_every`); `CheckpointError` before the next step if a
+        save in the background failed; and `Stopped` if a rank received SIGTERM: after a step, the same one on all
+        ranks, with its checkpoint saved.
         """
         begun = time.monotonic()
         steps, every = self.config.training.steps, self.config.training.replay_every
         outputs.console.begin(steps, after)
-        record = None
+        record, waited = None, None
         for step in range(after + 1, steps + 1):
-            record = self.replayed(step) if every and step % every == 0 else self.step(step, outputs.recorder)
+            if checkpoints is not None and checkpoints.failed_somewhere:
+                checkpoints.settle()
+            if every and step % every == 0:
+                record = self.replayed(step, checkpoints)
+            else:
+                record = self.step(step, outputs.recorder, checkpoints)
+            record, waited = replace(record, checkpoint_seconds=waited), None
             if checkpoints is None or not (self.stopped_by or checkpoints.due(step, steps)):
                 outputs.step(record)
                 continue
             outputs.step(replace(record, drift=self._drift()))
             saving = time.monotonic()
-            checkpoints.save(step, wait=bool(self.stopped_by) or step == steps)
+            checkpoints.save(step, wait=bool(self.stopped_by) or step == steps, metrics=record.metrics())
+            waited = time.monotonic() - saving
             if outputs.recorder is not None:
-                outputs.recorder.note("checkpoint", f"step-{step}", seconds=time.monotonic() - saving)
+                outputs.recorder.note("checkpoint", f"step-{step}", seconds=waited)
             if self.stopped_by:
                 raise Stopped(self.stopped_by, step)
         return Outcome(record, time.monotonic() - begun, self.held or fullshard.report(self.model, self.optimizer))
@@ -173,12 +181,12 @@ class Trainer:
         """Replica divergence, checked before one rank's values go into a checkpoint. Collective."""
         return "; ".join(f"{drift.kind} {drift}" for drift in fullshard.find_drift(self.model)) or None
 
-    def replayed(self, step: int) -> StepRecord:
+    def replayed(self, step: int, checkpoints: Checkpoints | None = None) -> StepRecord:
         """The step, run twice from the same state. Raises `ReplayError` if they differ in a bit, on any rank."""
         records: list[StepRecord] = []
 
         def once() -> None:
-            records.append(self.step(step))
+            records.append(self.step(step, None, checkpoints))
 
         found = fullshard.replay(once, self.model, self.optimizer, on_difference="return")
         first, second = records
@@ -187,8 +195,9 @@ class Trainer:
             raise fullshard.extras.ReplayError(found)
         return second
 
-    def step(self, step: int, recorder: Recorder | None = None) -> StepRecord:
-        """One optimizer step, and validation if it is due. `recorder`: records the first."""
+    def step(self, step: int, recorder: Recorder | None = None, checkpoints: Checkpoints | None = None) -> StepRecord:
+        """One optimizer step, and validation if it is due. `recorder`: records the first. `checkpoints`: learn whether
+        one of their saves in the background has failed on some rank."""
         if recorder is not None:
             recorder.begin(step)
         begun = time.monotonic()
@@ -201,9 +210,14 @@ class Trainer:
         # Before clipping, which would spread one NaN over all gradients.
         check = fullshard.check_gradients(self.model, nats, on_nonfinite="count")
         norm = float(fullshard.clip_grad_norm_(self.model.parameters(), keys.clip_norm or math.inf))
-        # A stop request of any rank travels with the figures, so that all stop after the same step.
-        nats, nbytes, signals = self.world.total([nats, nbytes, float(stop_requested() != 0)])
+        # A stop request of any rank travels with the figures, so that all stop after the same step; so does the failure
+        # of a save in the background.
+        failed = checkpoints is not None and checkpoints.failed
+        figures = [nats, nbytes, float(stop_requested() != 0), float(failed)]
+        nats, nbytes, signals, failures = self.world.total(figures)
         self.stopped_by = signal.SIGTERM if signals else 0
+        if checkpoints is not None:
+            checkpoints.failed_somewhere = bool(failures)
         tokens = keys.global_batch * keys.sequence_length
         loss = Loss(nats, tokens, round(nbytes))
         # The norm of finite gradients may overflow.
@@ -222,7 +236,7 @@ class Trainer:
         seconds = time.monotonic() - begun
         if recorder is not None:
             recorder.end(loss=loss.per_token, norm=norm, lr=lr)
-        val = self.validate() if step % self.config.metrics.eval_every == 0 or step == keys.steps else None
+        val = self.validate() if self._validates(step) else None
         flop_per_second, peak = tokens * self.flop_per_token / seconds, self.peak_flop_per_second
         return StepRecord(
             step=step,
@@ -242,6 +256,12 @@ class Trainer:
             val_bits_per_byte=val.bits_per_byte if val else None,
             nonfinite=nonfinite,
         )
+
+    def _validates(self, step: int) -> bool:
+        keys, every = self.config.checkpoint, self.config.checkpoint.every
+        # The best checkpoints are chosen among those with the metric.
+        measured = keys.keep_best and keys.metric.startswith("val_") and every and step % every == 0
+        return bool(measured) or step % self.config.metrics.eval_every == 0 or step == self.config.training.steps
 
     def _backward(self, starts: list[int]) -> tuple[float, float]:
         """Gradients of this rank's share of the windows; returns its summed loss in nats, and its bytes of text."""

@@ -49,13 +49,19 @@ class StepRecord:
     val_bits_per_byte: float | None = None
     drift: str | None = None  # replica divergence; None if there is none, or if it was not checked
     nonfinite: str | None = None  # the NaN or inf that was found, and its rank; None if all was finite
+    checkpoint_seconds: float | None = None  # what the checkpoint before this step kept it waiting; None without one
 
     def to_json(self) -> str:
-        """One line. Validation fields are present only if the step validated, `drift` and `nonfinite` only if they are
-        not None; figures that are not finite are null."""
-        optional_fields = ("val_loss", "val_bits_per_byte", "drift", "nonfinite")
+        """One line. Validation fields are present only if the step validated, `drift`, `nonfinite` and
+        `checkpoint_seconds` only if they are not None; figures that are not finite are null."""
+        optional_fields = ("val_loss", "val_bits_per_byte", "drift", "nonfinite", "checkpoint_seconds")
         fields = {k: v for k, v in asdict(self).items() if v is not None or k not in optional_fields}
         return json.dumps(without_nan(fields), allow_nan=False)
+
+    def metrics(self) -> dict[str, float]:
+        """Those by which checkpoints can be compared; those of validation if the step validated."""
+        found = {name: getattr(self, name) for name in ("loss", "bits_per_byte", "val_loss", "val_bits_per_byte")}
+        return {name: value for name, value in found.items() if value is not None}
 
 
 # Figures that are null in a file if they are not finite.
