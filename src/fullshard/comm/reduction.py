@@ -51,7 +51,7 @@ class Reduction(Flight):
     present: HostCopy | None = None
 
     def __init__(self, channel: ReduceChannel, parts: Parts = ()) -> None:
-        self._land, self._parts = channel.land, parts
+        self._channel, self._parts = channel, parts
 
     @property
     def nbytes(self) -> int:
@@ -67,7 +67,8 @@ class Reduction(Flight):
         The mean gradient shard, unpadded local shape, gradient dtype; or, if issued with `keep`, the partial sum:
         (padded_local_numel,), reduce dtype. The tensors are new and belong to the caller.
         """
-        return self._parts if self._land is None else self._land(self._parts)
+        land = self._channel.land
+        return self._parts if land is None else land(self._parts)
 
 
 class ReduceChannel(ABC):
@@ -165,6 +166,8 @@ class Summation(NamedTuple):
 class StagedReduction(Reduction):
     """One reduction with all of its messages."""
 
+    _channel: MessageReduce
+
     def __init__(
         self,
         channel: MessageReduce,
@@ -175,7 +178,7 @@ class StagedReduction(Reduction):
         keep: bool,
         carried: Comparison | None,
     ) -> None:
-        self._land, self.pool, self.buffers = channel.land, channel.pool, (send,)
+        self.pool, self.buffers = channel.pool, (send,)
         self.carried = carried
         self._channel, self._complete, self._partials = channel, complete, partials
         replicate = channel.sums.replicate
@@ -239,7 +242,7 @@ class StagedReduction(Reduction):
             self._total = self._work = None
             if self.buffers:
                 self.release()
-        return parts if self._land is None else self._land(parts)
+        return parts if self._channel.land is None else self._channel.land(parts)
 
     def abandon(self) -> None:
         """See `Flight`."""
