@@ -1,5 +1,8 @@
 """The public names and where they are. `fullshard` hands them out when they are first asked for."""
 
+from .agree import guard as guard
+from .agree import joined as joined
+from .agree import mark_restored as mark_restored
 from .api import FSDPModule as FSDPModule
 from .api import GradientReductionHandle as GradientReductionHandle
 from .api import GradScaler as GradScaler
@@ -11,10 +14,8 @@ from .api import clip_grad_norm_ as clip_grad_norm_
 from .api import find_drift as find_drift
 from .api import full_params as full_params
 from .api import fully_shard as fully_shard
-from .api import guard as guard
 from .api import install as install
 from .api import mark_initialized as mark_initialized
-from .api import mark_restored as mark_restored
 from .api import materialize as materialize
 from .api import original_classes as original_classes
 from .api import rebind_optimizer as rebind_optimizer
@@ -30,7 +31,6 @@ from .extras import MicroBatches as MicroBatches
 from .extras import check_gradients as check_gradients
 from .extras import check_invariants as check_invariants
 from .extras import grad_stats as grad_stats
-from .extras import joined as joined
 from .extras import replay as replay
 from .extras import step_in_backward as step_in_backward
 from .migrate.activations import checkpoint_activations as checkpoint_activations

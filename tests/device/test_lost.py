@@ -280,7 +280,7 @@ def _cut(model: Any, rank: int) -> None:
     from fullshard.engine.root import module_units
     from fullshard.peers import Fault
 
-    (scope,) = module_units(model)[0].root.scopes  # type: ignore[union-attr]
+    (scope,) = module_units(model)[0].root.companion.scopes  # type: ignore[union-attr]
     scope.fail(Fault(1 - rank, "lost", "gave no sign of life", scope.name, scope.epoch))
 
 

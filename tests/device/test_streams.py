@@ -58,7 +58,7 @@ def _captured(rank: int) -> tuple[list[str], str]:
     # No event is over, so the watch has something to ask for.
     with simulated.watched(queries=lambda: False):
         _loss(model, rank).backward()
-        scopes = unit_of(model).root.scopes  # type: ignore[union-attr]
+        scopes = unit_of(model).root.companion.scopes  # type: ignore[union-attr]
         assert any(_under_way(scope) for scope in scopes)
         with simulated.graph() as graph:
             looks = threading.Thread(target=lambda: [_under_way(scope) for scope in scopes])

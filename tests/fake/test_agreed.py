@@ -16,10 +16,12 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard
 
 from fullshard import fully_shard
-from fullshard.engine import agreement, unit_of
-from fullshard.engine.agreement import Agreement, Drift, describe, differing, digests_of, find_drift, meshes_of
+from fullshard.agree import structure
+from fullshard.agree.facts import Item, first_difference
+from fullshard.agree.structure import Agreement, Drift, describe, differing, digests_of, find_drift, meshes_of
+from fullshard.engine import unit_of
 from fullshard.engine.root import root_of
-from fullshard.peers import Item, RanksDisagree, first_difference
+from fullshard.peers import RanksDisagree
 from fullshard.policy import Options
 from tests.harness.fake import fake_world
 
@@ -41,12 +43,11 @@ def described(change: Callable[[Any], object], after: Callable[[Any], object], *
     unit = unit_of(model)
     assert unit is not None
     root = root_of(unit)
-    for name, value in ROOT.items():
-        setattr(root, name, value)
-    return describe(root, (0, 1))
+    root.options = ROOT.get("options", root.options)
+    return describe(root, (0, 1), ROOT.get("mode", "full"))
 
 
-# What is set on the root that is described next.
+# What is set for the root that is described next: its options, and what ranks compare.
 ROOT: dict[str, Any] = {}
 
 
@@ -83,7 +84,7 @@ ODD: dict[str, dict[str, Any]] = {
     "backward prefetch": {"after": lambda m: m.layers[1].set_modules_to_backward_prefetch([m.layers[0]])},
     "prefetch_depth": {"root": {"prefetch_depth": 3}},
     "FULLSHARD_COMMUNICATION": {"root": {"communication": "torch"}},
-    "FULLSHARD_GUARD": {"guard_mode": "structure"},
+    "FULLSHARD_GUARD": {"mode": "structure"},
 }
 
 
@@ -95,8 +96,8 @@ def test_each_fact_is_compared_by_itself() -> None:
             if "mesh" in odd:
                 odd["mesh"] = DeviceMesh("cpu", odd["mesh"])
             fields = odd.pop("root", {})
-            if "guard_mode" in odd:
-                ROOT["guard_mode"] = odd.pop("guard_mode")
+            if "mode" in odd:
+                ROOT["mode"] = odd.pop("mode")
             if fields:
                 ROOT["options"] = options(**fields)
             try:
@@ -109,7 +110,7 @@ def test_each_fact_is_compared_by_itself() -> None:
 
 def test_with_the_guard_off_only_that_is_compared() -> None:
     with fake_world(2):
-        ROOT["guard_mode"] = "off"
+        ROOT["mode"] = "off"
         try:
             off = described(nothing, nothing)
             ROOT["options"] = options(prefetch_depth=3)
@@ -144,17 +145,17 @@ def test_a_name_that_some_ranks_do_not_have_is_skipped(monkeypatch: pytest.Monke
     mine = {"a": torch.ones(1), "b": torch.ones(1)}
     values = digests_of(mine)
     told = {0: json.dumps(values), 1: json.dumps({"a": "other"})}
-    monkeypatch.setattr(agreement, "ask", lambda scope, what, text: {0: "x", 1: "y"})
-    monkeypatch.setattr(agreement, "tell", lambda scope, what, text: told)
+    monkeypatch.setattr(structure, "ask", lambda scope, what, text: {0: "x", 1: "y"})
+    monkeypatch.setattr(structure, "tell", lambda scope, what, text: told)
     assert differing(None, "buffer", mine) == [Drift("a", "buffer", ((0,), (1,)))]  # type: ignore[arg-type]
 
 
 def test_drift_is_looked_for_in_replicas_too(monkeypatch: pytest.MonkeyPatch) -> None:
     scope = SimpleNamespace(resume=lambda: None)
-    monkeypatch.setattr(agreement, "meshes_of", lambda units: {})
-    monkeypatch.setattr(agreement, "replicas_of", lambda units, top: {(0, 1): {"a": torch.ones(1)}})
-    monkeypatch.setattr(agreement, "scope_of", lambda ranks: scope)
-    monkeypatch.setattr(agreement, "differing", lambda scope, kind, tensors: [(kind, *tensors)])
+    monkeypatch.setattr(structure, "meshes_of", lambda units: {})
+    monkeypatch.setattr(structure, "replicas_of", lambda units, top: {(0, 1): {"a": torch.ones(1)}})
+    monkeypatch.setattr(structure, "scope_of", lambda ranks: scope)
+    monkeypatch.setattr(structure, "differing", lambda scope, kind, tensors: [(kind, *tensors)])
     assert find_drift([], nn.Module()) == [("replica", "a")]  # type: ignore[comparison-overlap]
 
 
@@ -173,10 +174,10 @@ def made() -> Any:
     module.register_buffer("a", torch.zeros(1))
     module.register_buffer("mask", torch.zeros(1, dtype=torch.bool))
     unit = SimpleNamespace(module=module, params=[SimpleNamespace(initial=7)], groups=[])
-    root: Any = SimpleNamespace(units=[unit], guard_mode="full")
-    found: Any = Agreement(root, Peers())  # type: ignore[arg-type]
+    root: Any = SimpleNamespace(units=[unit])
+    found: Any = Agreement(root, Peers(), "full")  # type: ignore[arg-type]
     scope = SimpleNamespace(epoch=0)
-    found.on = agreement._OnMesh(None, (0, 1), scope)  # type: ignore[arg-type]
+    found.on = structure._OnMesh(None, (0, 1), scope)  # type: ignore[arg-type]
     return found
 
 
@@ -191,8 +192,8 @@ def test_buffers_of_numbers_are_refused_and_masks_are_warned_of_once(
 ) -> None:
     found = [Drift("mask", "buffer", ((0,), (1,)))]
     monkeypatch.setattr(made, "_differing_buffers", lambda on: found)
-    monkeypatch.setattr(agreement, "buffers_on", lambda top, ranks: dict(top.named_buffers()))
-    made._looks = [agreement._Looks(made.on)]
+    monkeypatch.setattr(structure, "buffers_on", lambda top, ranks: dict(top.named_buffers()))
+    made._looks = [structure._Looks(made.on)]
     with pytest.warns(UserWarning, match="buffers differ between ranks from the beginning: mask"):
         made._refuse_other_buffers(made._root, made.on)
     assert not made._looks, "it is said once"
@@ -202,7 +203,7 @@ def test_buffers_of_numbers_are_refused_and_masks_are_warned_of_once(
 
 
 def test_looks_at_buffers_begin_anew_after_a_failure(made: Any) -> None:
-    looks = agreement._Looks(made.on)
+    looks = structure._Looks(made.on)
     assert [count for count in range(1, 20) if looks.is_due()] == [2, 16]
     made.on.scope.epoch = 1
     assert [count for count in range(1, 20) if looks.is_due()] == [2, 16]

@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fullshard
 from benchmarks.counting import nccl_plan
+from fullshard.agree.companion import Ranks
 from fullshard.engine import unit_of
 from fullshard.layout import FACTS_NUMEL
 from tests.harness.fake import fake_world
@@ -106,8 +107,7 @@ def test_one_rank_compares_nothing() -> None:
         for _ in range(2):
             model(batch(1, 0)).pow(2).mean().backward()
             optimizer.step()
-        facts = unit_of(model).root.facts  # type: ignore[union-attr]
-        assert not facts._meshes and not facts._known
+        assert not isinstance(unit_of(model).root.companion, Ranks)  # type: ignore[union-attr]
 
 
 def test_a_steady_step_makes_no_new_text(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,7 +126,7 @@ def test_a_steady_step_makes_no_new_text(monkeypatch: pytest.MonkeyPatch) -> Non
         for _ in range(4):
             train()
         # The package has a function of the room's name.
-        room = sys.modules["fullshard.peers.facts"]
+        room = sys.modules["fullshard.agree.facts"]
         digest_of = room.digest_of
         monkeypatch.setattr(room, "digest_of", lambda text: (made.append(text), digest_of(text))[1])
         for _ in range(3):

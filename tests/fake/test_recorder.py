@@ -106,7 +106,7 @@ def test_nothing_is_left_on_the_model_between_recorded_steps(tmp_path: Path) -> 
 
             def attached() -> list[Any]:
                 arrivals = [unit.gradients.on_arrival for unit in root.units]
-                groups = [group.observer for scope in root.scopes for group in scope.groups.values()]
+                groups = [group.observer for scope in root.companion.scopes for group in scope.groups.values()]
                 actions = dict(root.executor._actions)
                 return [list(root.event_listeners), list(root.executor.listeners), arrivals, groups, actions]
 

@@ -184,7 +184,7 @@ LIFETIMES: dict[str, Lifetime] = {
         SeededFault(f"{_DG}.check", "if not self.is_cut", "if False"), lifetimes.breaks, (True,)
     ),
     "a time limit of NCCL is taken as success": Lifetime(
-        SeededFault("engine.guarded_steps:arrive", "scope.groups.check()", "pass"), lifetimes.breaks, (False,)
+        SeededFault("agree.guarded_steps:arrive", "scope.groups.check()", "pass"), lifetimes.breaks, (False,)
     ),
     "what NCCL ended is not lost": Lifetime(
         SeededFault(f"{_DG}._explain", "(number <= self.issued or bool(self.broke))", "number <= self.issued"),

@@ -276,7 +276,7 @@ def cuts(rank: int) -> str:
 def _cut_while_held(model: Any, optimizer: torch.optim.Optimizer, rank: int) -> None:
     from fullshard.engine.root import module_units
 
-    (scope,) = module_units(model)[0].root.scopes  # type: ignore[union-attr]
+    (scope,) = module_units(model)[0].root.companion.scopes  # type: ignore[union-attr]
     before = _values(model)
 
     def cut() -> None:
@@ -356,7 +356,7 @@ def breaks(rank: int, late: bool) -> str:
 def _data_groups(model: Any) -> list[DataGroup]:
     from fullshard.engine.root import module_units
 
-    (scope,) = module_units(model)[0].root.scopes  # type: ignore[union-attr]
+    (scope,) = module_units(model)[0].root.companion.scopes  # type: ignore[union-attr]
     return [g for g in scope.groups.all() if isinstance(g, DataGroup) and g.on_streams and g.is_connected]
 
 

@@ -30,13 +30,15 @@ ROOMS: dict[str, frozenset[str]] = {
     "peers": frozenset({"_torch"}),
     "comm": frozenset({"layout", "policy", "peers", "_torch"}),
     "param": frozenset({"layout", "policy", "_torch"}),
-    "engine": LOWER,
-    "api": LOWER | {"engine"},
-    "checkpoint": frozenset({"layout", "policy", "peers", "comm", "api", "_torch", "_version"}),
+    # Knows of the other ranks what `seam.py` says, and messages.
+    "engine": LOWER - {"peers"},
+    "agree": LOWER | {"engine"},
+    "api": LOWER | {"engine", "agree"},
+    "checkpoint": frozenset({"layout", "policy", "peers", "comm", "agree", "api", "_torch", "_version"}),
     # Reads records, with the rules' texts; the recorder writes what it reads.
     "see": frozenset({"schedule"}),
     "observe": LOWER | {"engine", "see", "_version"},
-    "extras": LOWER | {"engine", "api", "observe", "rounding"},
+    "extras": LOWER | {"engine", "agree", "api", "observe", "rounding"},
     "program": frozenset(),
     "rounding": frozenset(),
     "keys": frozenset(),
@@ -51,7 +53,7 @@ ROOMS: dict[str, frozenset[str]] = {
     "train": frozenset({"", "checkpoint", "program", "keys", "observe", "plan", "migrate"}),
     # Reads reports and layouts; the probe sends messages as the engine does.
     "doctor": frozenset({"", "program", "observe", "comm", "_torch"}),
-    "_public": frozenset({"api", "policy", "extras", "observe", "checkpoint", "program", "migrate"}),
+    "_public": frozenset({"agree", "api", "policy", "extras", "observe", "checkpoint", "program", "migrate"}),
     "compat": frozenset({"", "migrate", "checkpoint"}),
     "__init__": frozenset({"_version", "_public", "checkpoint", "extras", "observe"}),
     "cli": frozenset({"", "checkpoint", "doctor", "keys", "migrate", "plan", "program", "see", "train", "verify"}),
@@ -65,7 +67,8 @@ PURE += ("fullshard.keys", *(f"fullshard.migrate.{name}" for name in "config lev
 PURE += tuple(f"fullshard.plan.{name}" for name in "account clock description machine page questions".split())
 PURE += ("fullshard.plan.recomputation",)
 PURE += tuple(f"fullshard.plan.{name}" for name in "reductions result rough search simulation spans strategy".split())
-PURE += tuple(f"fullshard.peers.{name}" for name in "diagnosis facts failures order process scope store wait".split())
+PURE += tuple(f"fullshard.peers.{name}" for name in "diagnosis failures process ranks scope store wait".split())
+PURE += ("fullshard.agree.facts", "fullshard.agree.scripts")
 
 # Beside _torch, which has its classes: where torch's FSDP2 is run.
 FSDP_ALLOWED = {
@@ -76,7 +79,10 @@ FSDP_ALLOWED = {
 
 # Beside the engine: who registers hooks.
 HOOKS_ALLOWED = {
+    "agree/guarded_steps.py": "ranks come together before an optimizer's step, for one block",
+    "agree/recovery.py": "counts what is loaded after a device lost a model",
     "compat/fsdp1.py": "names of a state dict that is loaded, through a wrapper that is one level more",
+    "extras/replay.py": "checksums of gradients before an optimizer's step, while a step is recorded",
     "verify/weights.py": "for the cause of a difference: sees gradients of each rank independently of the engine",
 }
 
@@ -127,7 +133,7 @@ def _no_findings(findings: list[str]) -> None:
 
 @pytest.mark.parametrize("module", [module for module in PURE if _existing(module)])
 def test_pure_rooms_import_without_torch(module: str) -> None:
-    """In a fresh interpreter, every module of the room; the parent package is a stub, because the real one imports
+    """In a fresh interpreter, every module of the room; the packages above are stubs, because the real ones import
     torch.
     """
     room = src.SRC.joinpath(*module.split("."))
@@ -137,7 +143,7 @@ def test_pure_rooms_import_without_torch(module: str) -> None:
         names = [".".join(path.relative_to(src.SRC).with_suffix("").parts).removesuffix(".__init__") for path in files]
     code = f"""
 import importlib, sys, types
-for name in ("fullshard", {module.rpartition(".")[0]!r}):
+for name in ("fullshard", "fullshard.peers", {module.rpartition(".")[0]!r}):
     stub = sys.modules.setdefault(name, types.ModuleType(name))
     stub.__path__ = [{str(src.SRC)!r} + "/" + name.replace(".", "/")]
 for name in {names!r}:

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from fullshard.peers.facts import ADVICE, Deed, Fact, Ledger, differences, digest_of, first_unlike
+from fullshard.agree.facts import ADVICE, Deed, Fact, Ledger, differences, digest_of, first_unlike
 
 LR = Fact("optimizer", "lr of the optimizer", "0.1")
 CLIP = Deed("clip_grad_norm_", (Fact("clip", "max_norm of clip_grad_norm_", "1.0"),))

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from benchmarks.simulated_ranks import Simulation, Store
-from fullshard.engine.recovery import Peers
+from fullshard.agree.recovery import Peers
 from fullshard.peers import PeerFailed, RanksDisagree, Wait, Watch
 
 ROOM = os.path.dirname(inspect.getfile(Watch)) + os.sep

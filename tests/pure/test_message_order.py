@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import nn
 
-from fullshard.engine import order as room
-from fullshard.engine.order import _compare, _Lane, _ScopeOrder, changes_parameters
-from fullshard.peers import Action, Order, RanksDisagree
+from fullshard.agree import order as room
+from fullshard.agree.order import _compare, _Lane, _ScopeOrder, changes_parameters
+from fullshard.agree.scripts import Action, Order
+from fullshard.peers import RanksDisagree
 from fullshard.peers.failures import Failures
 
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fullshard.engine import optimizer_facts
-from fullshard.engine.optimizer_facts import OptimizerFacts, listed, text_of
+from fullshard.agree import optimizer_facts
+from fullshard.agree.optimizer_facts import OptimizerFacts, listed, text_of
 
 NAMES = ("a", "b", "c")
 

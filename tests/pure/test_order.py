@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fullshard.peers import Action, Order, Question, deviation, disagreement, parse_action, parse_question
+from fullshard.agree.scripts import Action, Order, Question, deviation, disagreement, parse_action, parse_question
 
 KINDS = ("unshard", "reduce")
 

@@ -13,9 +13,10 @@ import torch
 from torch import nn
 
 from benchmarks.simulated_ranks import Simulation
-from fullshard.engine import guarded_steps, optimizer_steps, recovery
-from fullshard.engine.guarded_steps import GuardedSteps, arrive
-from fullshard.engine.recovery import Peers, Recovery, refuse_mixed_states, steps_taken
+from fullshard.agree import guarded_steps, recovery
+from fullshard.agree.guarded_steps import GuardedSteps, arrive
+from fullshard.agree.recovery import Peers, Recovery, refuse_mixed_states, steps_taken
+from fullshard.engine import optimizer_steps
 from fullshard.peers import Fault, PeerFailed, RanksDisagree, Scope, had_losses
 
 

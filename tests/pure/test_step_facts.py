@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import nn
 
-from fullshard.engine import step_facts
-from fullshard.engine.recovery import steps_taken
-from fullshard.engine.step_facts import StepFacts, _Mesh, _Sent
+from fullshard.agree import step_facts
+from fullshard.agree.facts import Deed, Fact, Ledger, Sealed
+from fullshard.agree.recovery import steps_taken
+from fullshard.agree.step_facts import StepFacts, _Mesh, _Sent
 from fullshard.peers import RanksDisagree
-from fullshard.peers.facts import Deed, Fact, Ledger, Sealed
 
 RANKS = (0, 1)
 
@@ -37,7 +37,7 @@ class Made:
         self.peers = SimpleNamespace(told=[])
         self.peers.disagree_on = lambda scope, error: self.peers.told.append(str(error))
         ending = SimpleNamespace(is_manual=False)
-        root: Any = SimpleNamespace(provisional=True, units=[], run=SimpleNamespace(ending=ending), compares_facts=True)
+        root: Any = SimpleNamespace(provisional=True, units=[], run=SimpleNamespace(ending=ending))
         self.facts = StepFacts(root, self.peers)  # type: ignore[arg-type]
         self.scope = Scope()
         self.mesh = _Mesh(RANKS)

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fullshard.peers import Item, dumps_items, first_difference, loads_items, shown_ranks, variants
-from fullshard.peers.facts import PARAMETER, SETTINGS, UNIT
+from fullshard.agree.facts import PARAMETER, SETTINGS, UNIT, Item, dumps_items, first_difference, loads_items
+from fullshard.peers import shown_ranks, variants
 
 
 def unit(name: str, **facts: str) -> Item:

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from fullshard import CPUOffloadPolicy, fully_shard, materialize
-from fullshard.engine.equal_rows import warn_of_equal_rows
+from fullshard.agree.equal_rows import warn_of_equal_rows
 from fullshard.engine.root import module_units
 from tests.harness import models
 from tests.harness.fake import fake_world
@@ -33,7 +33,7 @@ def said(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, str]]:
     """Each warning, with its rank. Not `catch_warnings`: ranks are threads of a process with one list of filters."""
     found: list[tuple[int, str]] = []
     monkeypatch.setattr(
-        "fullshard.engine.equal_rows.warnings.warn", lambda text, **_: found.append((dist.get_rank(), text))
+        "fullshard.agree.equal_rows.warnings.warn", lambda text, **_: found.append((dist.get_rank(), text))
     )
     return found
 
@@ -198,7 +198,7 @@ def test_many_ranks_send_a_megabyte_at_most(world: int, parameters: int, monkeyp
         sent.append(tuple(table.shape))
         return table.to_local()
 
-    monkeypatch.setattr("fullshard.engine.equal_rows.whole_of", whole)
+    monkeypatch.setattr("fullshard.agree.equal_rows.whole_of", whole)
     with fake_world(world):
         model = nn.Sequential(*(fully_shard(nn.Linear(8, 4096, bias=False)) for _ in range(20)))
         params = [param for layer in model for param in module_units(layer)[0].params]

@@ -369,7 +369,7 @@ def test_a_late_intermediate_is_an_error_and_then_right(base: nn.Module) -> None
     def expected(model: Any, optimizer: Any, rank: int) -> None:
         for unit in model.modules():
             if isinstance(unit, fullshard.FSDPModule):
-                unit._unit().watching.left = 100
+                unit._unit().reads.left = 100
         for step in range(3):
             _good_step(model, optimizer, rank, step)
         program.loss(model, part(batch(WORLD, 9), rank), 0).backward()

@@ -57,7 +57,7 @@ def said(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, str]]:
     """Each warning, with its rank. Not `catch_warnings`: ranks are threads of a process with one list of filters."""
     found: list[tuple[int, str]] = []
     monkeypatch.setattr(
-        "fullshard.engine.agreement.warnings.warn", lambda text, **_: found.append((dist.get_rank(), text))
+        "fullshard.agree.structure.warnings.warn", lambda text, **_: found.append((dist.get_rank(), text))
     )
     return found
 

@@ -18,8 +18,10 @@ import torch
 from torch import Tensor, nn
 
 from fullshard import full_params, fully_shard
-from fullshard.engine import order, unit_of
-from fullshard.peers import Order, RanksDisagree, Scope, scope_of
+from fullshard.agree import order
+from fullshard.agree.scripts import Order
+from fullshard.engine import unit_of
+from fullshard.peers import RanksDisagree, Scope, scope_of
 from tests.harness.behaviours import behaviour
 from tests.harness.models import seeded
 from tests.harness.threads import WORLD, run_ranks

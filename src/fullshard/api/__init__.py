@@ -11,8 +11,6 @@ from .full_params import full_params as full_params
 from .fully_shard import fully_shard as fully_shard
 from .fully_shard import register_fsdp_forward_method as register_fsdp_forward_method
 from .fully_shard import replicate as replicate
-from .guard import guard as guard
-from .guard import mark_restored as mark_restored
 from .install import Installation as Installation
 from .install import install as install
 from .install import uninstall as uninstall

@@ -15,10 +15,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
 from .._torch import cut_dim, local_of
+from ..agree.step_facts import note_clip, note_unscale
 from ..comm import all_reduce_over
 from ..engine.stages import Stages
 from ..engine.state_dict import refuse_replaced
-from ..engine.step_facts import note_clip, note_unscale
 from ..param import NormMesh, PendingGrad
 from ..policy.arguments import expect_each, expect_flag, expect_number, expect_tensors
 

@@ -13,8 +13,9 @@ from functools import partial
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from ..agree.order import before_opening
 from ..engine import Unit, unit_of
-from ..engine.full_params import NoSteps, Opening, OpenUnit, before_opening, opened_of, refuse_in_step
+from ..engine.full_params import NoSteps, Opening, OpenUnit, opened_of, refuse_in_step
 from ..engine.root import module_units
 from ..policy.arguments import expect_flag
 

@@ -15,13 +15,14 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from .._torch import TorchFSDPModule, concatenated_mesh, flattened_axes, published_state
+from ..agree import accompany, loaded
+from ..agree.order import own_parameters
+from ..agree.step_facts import ignored_names
 from ..comm import attend, block_of, mesh_links
 from ..engine import Part, Unit, unit_of
 from ..engine.hooks import UnitHooks, hooks_of
 from ..engine.mixed_operations import note_uncaught
-from ..engine.order import own_parameters
 from ..engine.state_dict import hook_state_dict, note_replaced
-from ..engine.step_facts import ignored_names
 from ..param import FullMesh, Placing, managed_modules, managed_parameters, move_unsharded
 from ..peers import watch
 from ..policy import MixedPrecisionPolicy, Offload, OffloadPolicy, Options, resolve_offload
@@ -262,9 +263,10 @@ def fully_shard(
             note_values=guarded is not None and guarded.settings.mode == "full",
         )
         unit.settings.ignored_names = ignored_names(roots, ignored)
+        unit.settings.accompany = accompany
         own_parameters(unit)
         UnitHooks(unit)
-        hook_state_dict(unit)
+        hook_state_dict(unit, loaded)
         ownership.note_managed(unit, inner)
         validate.refuse_parallelism(modules, found, name)
         publish(unit, inner)

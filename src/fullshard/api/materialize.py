@@ -13,11 +13,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from ..agree.facts import Item, dumps_items, first_difference, loads_items
+from ..agree.structure import Drift as Drift
+from ..agree.structure import find_drift as _find_drift
+from ..agree.structure import ranks_of
 from ..comm import agreed, broadcast_over, sum_over, together_over
 from ..engine import Unit, unit_of
-from ..engine.agreement import Drift as Drift
-from ..engine.agreement import find_drift as _find_drift
-from ..engine.agreement import ranks_of
 from ..engine.names import clean_name
 from ..engine.root import module_units
 from ..engine.state_dict import noting_emptied
@@ -33,7 +34,7 @@ from ..engine.uninitialized import (
     takes_no_argument,
 )
 from ..param import ParamGroup, ShardedParam, can_digest, fingerprints, local_data, note_loaded, poison
-from ..peers import Item, RanksDisagree, ask, dumps_items, first_difference, loads_items, scope_of, tell
+from ..peers import RanksDisagree, ask, scope_of, tell
 from ..policy.arguments import expect, expect_callable, expect_flag, expect_module, expect_whole
 from . import validate
 

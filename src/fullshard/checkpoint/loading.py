@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from .._torch import dtensor_like, local_of
-from ..api import mark_restored
+from ..agree import mark_restored
 from ..comm import Messenger
 from ..peers import shown_ranks
 from . import files

@@ -18,11 +18,9 @@ from torch.profiler import record_function
 from .._torch import post_accumulate_grad_hooks, profiling, with_tensor_hooks
 from ..comm import HostCopy
 from ..param import ParamGroup, ShardedParam
-from ..peers import Scope
 from ..schedule import Command, CommandChecker
 from .optimizer_steps import note_window
-from .order import MessageOrder
-from .step_facts import StepFacts
+from .seam import Companion
 from .stepping import Stepping
 from .stream import ModelStream
 from .unit import InFlight, Shared, Unit
@@ -140,11 +138,11 @@ class Executor:
         shared: Shared,
         *,
         reductions_in_flight: int,
+        companion: Companion,
         send_buffers: int | None = None,
         check: bool,
-        order: MessageOrder | None = None,
     ) -> None:
-        """`order`: checked before anything is sent; None: messages are sent unchecked."""
+        """`companion`: of the root; hears of messages before they are sent."""
         self.units = list(units)
         self.shared = shared
         self._limit = reductions_in_flight
@@ -153,12 +151,8 @@ class Executor:
         self.waiting = WaitingGradients()
         self._backward = _Backward()
         self._checker = CommandChecker() if check else None
-        # Scopes of all messages of these units; they know the running command, to name it in errors.
-        self.scopes: list[Scope] = []
-        self.order = order
+        self._companion = companion
         self.stepping = Stepping()
-        # Facts that travel with the first reduction of a backward; set by the root.
-        self.facts: StepFacts
         # Whether this is not the last backward (`set_is_last_backward(False)`): prefetches may be pending at its end.
         self.may_stay_pending: Callable[[], bool] = lambda: False
         self.listeners: list[Callable[[Command], None]] = []
@@ -190,13 +184,14 @@ class Executor:
 
     def run(self, commands: Sequence[Command]) -> None:
         """Run the commands in order, each in a profiler range if a profiler is active."""
+        scopes = self._companion.scopes
         for position, command in enumerate(commands):
             if self._checker is not None and not (command.kind == "finish" and self.may_stay_pending()):
                 self._checker.command(command.kind, command.unit.name)
             try:
                 for listener in self.listeners:
                     listener(command)
-                for scope in self.scopes:
+                for scope in scopes:
                     scope.doing = command.told
                     if scope.failures.cause is not None:
                         scope.refuse_failure()
@@ -208,7 +203,7 @@ class Executor:
             except BaseException:
                 self._unwind(commands[position:])
                 raise
-        for scope in self.scopes:
+        for scope in scopes:
             scope.doing = ""
 
     def _unwind(self, commands: Sequence[Command]) -> None:
@@ -268,8 +263,7 @@ class Executor:
         unit.repair()
         assert unit.root is not None
         unit.staleness.note(unit.root.thread)
-        if self.order is not None:
-            self.order.unshard(unit)
+        self._companion.before(unit, "unshard")
         unit.channels.arriving = unit.channels.gathers
         for channel in unit.channels.gathers:
             channel.issue()
@@ -278,8 +272,7 @@ class Executor:
         # The secondary shards stem from the last all-gather, so its noted versions stay valid. Modules show shards in
         # the meantime, so that users find shards if this backward fails.
         unit.channels.secondary.show_shards()
-        if self.order is not None:
-            self.order.unshard_secondary(unit)
+        self._companion.before(unit, "unshard_secondary")
         unit.channels.arriving = unit.channels.secondary.gathers
         for channel in unit.channels.secondary.gathers:
             channel.issue()
@@ -333,8 +326,8 @@ class Executor:
             backward.carrying.add(unit)
         unit.gradients.arrived = 0
         keep = not unit.settings.all_reduces
-        if self.order is not None:
-            self.order.reduce(unit, accumulated=accumulated, partials=with_partials, keep=keep)
+        flags = ("accumulated",) * accumulated + ("partials",) * with_partials + ("keep",) * keep
+        self._companion.before(unit, "reduce", flags)
         if self.waiting.limit is not None:
             # The received message takes as much memory again.
             self._shrink(self.waiting.limit - self.waiting.of(unit))
@@ -359,7 +352,7 @@ class Executor:
                 accumulated=accumulated,
                 partials=[group.params[i].gradients.live_partial() for i in group.trainable] if with_partials else (),
                 keep=keep,
-                carried=self.facts.carry(unit, position, channel, keep=keep),
+                carried=self._companion.carry(unit, position, channel, keep=keep),
             )
             self._put(InFlight(self, unit, group, group.trainable, reduction, self.stepping.collected))
         if limit is None:
@@ -473,7 +466,7 @@ class Executor:
         for unit in self.units:
             if unit.host_link is not None:
                 unit.host_link.settle()
-        self.facts.compare()
+        self._companion.backward_ends()
         for observer in self.gradient_observers:
             observer.receives()
         touched = [
@@ -487,7 +480,7 @@ class Executor:
         for i in with_tensor_hooks(shards):
             unit, position, param = touched[i]
             if param.gradients.run_tensor_hooks():
-                self.facts.hooked(unit, position, param.name)
+                self._companion.did("hook", unit, position, param.name)
         # Most models have none.
         hooked = any(map(post_accumulate_grad_hooks, shards))
         undo = TakenBack(self.units, [param for _, _, param in touched]) if hooked else None
@@ -517,7 +510,7 @@ class Executor:
             with undo:
                 for unit, position, param in arrived:
                     if post_accumulate_grad_hooks(param.sharded) and param.gradients.run_hooks():
-                        self.facts.hooked(unit, position, param.name)
+                        self._companion.did("hook", unit, position, param.name)
         self.stepping.finish([(unit, param) for unit, _, param in arrived])
 
     def _reset(self, root: Unit) -> None:
@@ -531,7 +524,7 @@ class Executor:
         self._backward.clear()
         self.waiting.clear()
         self.stepping.discard()
-        self.facts.discard()
+        self._companion.discards()
         for observer in self.gradient_observers:
             observer.discards()
         for unit in self.units:

@@ -1,9 +1,7 @@
-"""What a user does with sharded parameters explicitly: `full_params` for a whole model, and how ranks compare it."""
+"""What a user does with sharded parameters explicitly: `full_params` for a whole model."""
 
 from __future__ import annotations
 
-import hashlib
-import threading
 from collections.abc import Callable, Iterable
 from operator import attrgetter
 from typing import Any, NamedTuple, cast
@@ -16,12 +14,8 @@ from torch.optim import Optimizer
 from .._torch import current_backward, dtensor_like, local_of
 from ..comm import whole_of
 from ..param import ShardedParam, full_of, local_part
-from ..peers import Action, Scope, scope_of
 from ..schedule import Phase
-from .names import clean_name
 from .optimizer_steps import note_lent, refuses_steps
-from .order import compare
-from .recovery import lost_error
 from .root import module_units
 from .unit import Unit
 
@@ -231,40 +225,3 @@ def _refuse_meta(unit: Unit) -> None:
             f"{unit.record.name}: expected parameters with data, found {', '.join(on_meta[:8])} on the meta device; "
             f"call to_empty(device=...) and initialise or load them before full_params"
         )
-
-
-# ---- order -----------------------------------------------------------------------------------------------------------
-# `full_params` is compared before it is sent, like the messages of a step (order.py): one that a rank enters alone
-# raises on all ranks.
-#
-# `full_tensor()` and `redistribute()` of a parameter are DTensor's, over the user's process group (ADR 0016): a rank
-# that is alone in one is named to those that wait for it (peers/diagnosis.py).
-
-
-def before_opening(model: nn.Module, units: Iterable[Unit]) -> None:
-    """All ranks are about to gather `units` of `model` for `full_params`. Raises like `compare`, and if it is lost."""
-    names = {module: clean_name(name) or "root" for name, module in model.named_modules()}
-    opened: dict[Scope, list[Unit]] = {}
-    for unit in units:
-        for scope in dict.fromkeys(scope_of(links.everyone) for links in unit.links):
-            if scope is not None:
-                opened.setdefault(scope, []).append(unit)
-    for scope, here in opened.items():
-        known = [names.get(unit.module, "?") for unit in here]
-        digest = hashlib.blake2s("\n".join(known).encode(), digest_size=6).hexdigest()
-        thread = None if here[0].root is None else here[0].root.thread
-        _compare(here[0], scope, thread, Action("open", 0, 0, known[0], f"{len(here)}*{digest}"))
-        if scope.losses.current is not None:
-            raise lost_error(scope)
-
-
-def _compare(unit: Unit | None, scope: Scope, thread: int | None, action: Action) -> None:
-    """`thread`: runs the model. `unit`: of the model, if it still exists."""
-    # Messages of other threads are not part of the order of the model's thread.
-    if scope.watch.settings.mode == "off" or thread not in (None, threading.get_ident()):
-        return
-    if current_backward() == -1 and scope.failures.must_meet:
-        renewed = scope.resume()
-        if unit is not None and unit.root is not None:
-            unit.root.met_by_hand(renewed=renewed)
-    compare(scope, action)

@@ -23,24 +23,19 @@ from .._torch import (
     saved_tensor_hooks_allowed,
     without_transforms,
 )
-from ..comm import settle_uploads, uploading
+from ..comm import Nodes, settle_uploads, uploading
 from ..param import ShardedParam
-from ..peers import Scope, mode
 from ..policy import Controls, Options
 from ..schedule import Command, Event, Full, RunRecord, UnitRecord, Use, rules
-from .agreement import Agreement
 from .backward import RunningBackward, SavedTensorHooks
 from .executor import Executor
 from .finalization import lost_gradients, note_under_way, refuse_below, refuse_unfinished
 from .mixed_operations import note_mixed
 from .names import clean_name, parameter_names
 from .optimizer_steps import expect_backward, follow_steps, note_backward
-from .order import MessageOrder, own_by_root
-from .recovery import Peers, Recovery
-from .step_facts import StepFacts
 from .stepping import refuse_half_a_step
 from .stream import ModelStream
-from .uninitialized import agree_what_is_unproven, has_meta_buffers, prove_initialized
+from .uninitialized import has_meta_buffers, prove_initialized
 from .unit import HOOKED_FORWARDS, Shared, Unit, Unproven, unit_of
 
 # ---- root ------------------------------------------------------------------------------------------------------------
@@ -54,88 +49,74 @@ class Root:
         # Made for one unit by an early `unshard`; replaced by the real root.
         self.provisional = provisional
         self.options = options = Options.current()
-        device = self.units[0].device
         for unit in self.units:
             unit.resolve(unit.settings.controls, options)
-        # How much ranks compare: `Settings` of the guard.
-        self.guard_mode = mode()
+        first = self.units[0]
+        device = first.device
+        self._backward = RunningBackward(follow_steps(), self.backward_end, self._backward_failed)
+        # What this root has to do with the other ranks, beside messages.
+        self.companion = first.settings.accompany(self)
+        # Which groups span several nodes.
+        self._nodes = Nodes()
         self.executor = Executor(
             self.units,
-            self.units[0].settings.shared or Shared(keep=device.type == "cpu"),
+            first.settings.shared or Shared(keep=device.type == "cpu"),
+            companion=self.companion,
             reductions_in_flight=options.reductions_in_flight,
             send_buffers=options.send_buffers_on(device.type),
             check=options.check,
-            order=MessageOrder(self.units) if self.guard_mode != "off" else None,
         )
         # On a device all commands of a step run on one of its streams.
         self.stream = None if device.type == "cpu" else ModelStream(device)
         self.run = RunRecord([unit.record for unit in self.units], prefetch_depth=options.prefetch_depth)
         self.limit_bytes()
         ending = self.run.ending
-        ending.is_last = self.units[0].settings.is_last_backward
-        ending.manual = self.units[0].settings.manual_finalization
+        ending.is_last = first.settings.is_last_backward
+        ending.manual = first.settings.manual_finalization
         self.executor.may_stay_pending = lambda: not ending.ends_step
         self.executor.stepping.is_final = lambda: (ending.is_last or ending.is_manual) and self._backward.spends
         self.reads = SavedTensorHooks(self._weight_needed, always=options.watch == "always")
         # Called with every event and every command, as they happen (observe/trace.py).
         self.event_listeners: list[Callable[[Event], None]] = []
-        self._backward = RunningBackward(follow_steps(), self.backward_end, self._backward_failed)
         self.executor.stepping.thread = self.thread
-        if self.order is not None:
-            self.executor.stepping.on_step = self.order.stepped
+        self.executor.stepping.on_step = partial(self.companion.did, "step")
         for index, (unit, name) in enumerate(zip(self.units, names, strict=True)):
             unit.record.index = index
             unit.record.name = name
             unit.take_grad_dtypes()
-        self.peers = Peers(self.units, self.thread)
-        # Pending comparisons with the other ranks; None when nothing is left.
-        self.agreement: Agreement | None = Agreement(self, self.peers)
-        self.agreement.refuse_other_structure()
+        self.companion.forms()
         refuse_below(self)
         for unit in self.units:
-            self.settle_links(unit, unit.settings.controls)
-        self.executor.scopes = self.peers.scopes
-        self.executor.facts = StepFacts(self, self.peers)
-        if self.order is not None and self.compares_facts and device.type != "cpu":
-            self.order.compare_later(self.facts)
-        first = self.units[0]
+            self._locate(unit, unit.settings.controls)
+        self.companion.connects(self.units)
         first.record.plan.keeps_in_evaluation = first.settings.reshard_after_forward is not None
         for unit in self.units:
             unit.gradients.on_arrival = partial(self._gradient_arrived, unit)
             unit.attach(self, self.shared.pool)
             self.reads.learn(unit)
         self.unproven = Unproven(any(unit.unproven for unit in self.units) or has_meta_buffers(first.module))
-        own_by_root(self, compares_order=self.order is not None)
-        # On a device: what a load has to write after an abort there.
-        self.recovery: Recovery | None = None
-        if device.type != "cpu" and self.scopes and not provisional:
-            self.recovery = Recovery(first.module, self.units, self.scopes)
 
     # What others own, and all parts of the engine ask the root for. C functions: hooks call them often in a step.
     shared = cast(Shared, property(attrgetter("executor.shared")))
-    order = cast("MessageOrder | None", property(attrgetter("executor.order")))
-    facts = cast(StepFacts, property(attrgetter("executor.facts")))
     thread = cast(int, property(attrgetter("_backward.thread")))
-
-    @property
-    def compares_facts(self) -> bool:
-        """Whether ranks compare what they do in each step."""
-        return self.guard_mode == "full"
 
     def repaired(self, unit: Unit) -> None:
         """Register the full parameters of `unit`, which may be new objects."""
         self.reads.learn(unit)
-
-    @property
-    def scopes(self) -> list[Scope]:
-        """The scopes of all meshes of the root."""
-        return self.peers.scopes
 
     def met_by_hand(self, *, renewed: bool) -> None:
         """All ranks met after a failure, outside of a step, as they otherwise do at a forward."""
         self._backward.settle()
         if renewed or self.run.has_leftovers:
             self.reset()
+
+    def _meets(self) -> bool:
+        """If a rank failed since, wait for all ranks to meet. Returns whether they had diverged."""
+        for scope in self.companion.scopes:
+            failures = scope.failures
+            if failures.must_meet or failures.cause is not None or scope.heard or scope.states:
+                return self.companion.meets()
+        return False
 
     # ---- forward -------------------------------------------------------------------------------------------
 
@@ -150,11 +131,10 @@ class Root:
                 return self.pre_forward(unit, running, in_method=in_method)
         self._backward.settle()
         if not self.unproven.agreed and not self.provisional:
-            # If a peer failed since, wait for all ranks to meet.
-            if self.peers.meet():
+            if self._meets():
                 self.reset()
             # All ranks must make the same checks, but some may have memory without values while others have values.
-            self.unproven.some = agree_what_is_unproven(self.peers.scopes, self.units, self.unproven.some)
+            self.unproven.some = self.companion.unproven(self.units, self.unproven.some)
             self.unproven.agreed = True  # only now: if a peer fails before it gets here, all ranks ask again
         if self.unproven.some:
             prove_initialized(self.units)
@@ -164,26 +144,19 @@ class Root:
         outermost = run.forward_root in (None, record) or record.index == 0
         if not in_backward and outermost and not in_method:
             # After a meeting also discard what a successful forward left: other ranks may not have it.
-            if self.peers.meet() or run.has_leftovers:
+            if self._meets() or run.has_leftovers:
                 self.reset()
             refuse_unfinished(self, f"the forward of {record.name}")
         nested = running(run.generation)
-        if self.agreement is not None and not in_backward:
-            trains = record.index == 0 and not nested and torch.is_grad_enabled() and unit.modules[0].training
-            if not self.agreement.forward_begins(trains=trains):
-                self.agreement = None
-        if run.forward_root is None and not in_backward and outermost and not nested:
-            records = record.index == 0 and torch.is_grad_enabled()
-            self.facts.forward_begins(trains=records and unit.modules[0].training, records=records)
         if run.forward_root is None and not in_backward:
+            if torch.is_grad_enabled():
+                refuse_half_a_step(self.units)
+            self.companion.forward_begins(unit, nested=nested)
             if self.stream is not None:
                 self.stream.begins(unit.holds_memory() for unit in self.units)
             self._wait_for_optimizer()
             if torch.is_grad_enabled():
-                refuse_half_a_step(self.units)
                 expect_backward(self)
-            if self.order is not None:
-                self.order.forward_begins(grad=torch.is_grad_enabled())
         if self.run.order and record.index == 0 and not in_backward and not nested:
             self._expect_reads_again()
         repeated = in_backward and record.in_backward
@@ -208,8 +181,7 @@ class Root:
         flags = {"in_backward": in_backward, "nested": nested, "inputs": inputs, "outputs": outputs, "more": more}
         flags["opaque"] = opaque
         if not nested and self.run.forward_root is unit.record:
-            if self.order is not None:
-                self.order.forward_ends()
+            self.companion.forward_ends()
             if uploading and not torch.is_grad_enabled():
                 settle_uploads()
         self._do("post_forward", unit.record, rules.post_forward(self.run, unit.record, **flags), **flags)
@@ -220,11 +192,10 @@ class Root:
         """Report that a forward of `unit` raised."""
         flags = {"in_backward": current_backward() != -1, "nested": nested}
         if not flags["in_backward"] and not nested and self.run.forward_root is unit.record:
-            if self.order is not None:
-                self.order.forward_ends()
+            self.companion.forward_ends()
             # An evaluation without sharded parameters sends nothing, so no peer waits for it.
             if torch.is_grad_enabled() or any(links.shard.world > 1 for other in self.units for links in other.links):
-                self.peers.publish(sys.exception(), f"the forward of {unit.record.name}")
+                self.companion.failed(sys.exception(), f"the forward of {unit.record.name}")
         self._do("forward_failed", unit.record, rules.forward_failed(self.run, unit.record, **flags), **flags)
 
     # ---- backward ------------------------------------------------------------------------------------------
@@ -312,7 +283,7 @@ class Root:
             self._do("backward_end", self.run.units[0], commands, spent=spent and matters)
         except BaseException as error:
             # No later report would publish this: for the rules the backward is over. User hooks run here, too.
-            self.peers.publish(error, "the end of the backward")
+            self.companion.failed(error, "the end of the backward")
             raise
         if self.run.ending.is_manual:
             note_under_way(self)
@@ -323,7 +294,7 @@ class Root:
         note_backward(self)
         if error is not None:
             note_mixed(error)
-        self.peers.publish(error, "its backward")
+        self.companion.failed(error, "its backward")
         if self.run.in_backward:
             self._do("backward_failed", self.run.units[0], rules.backward_failed(self.run, self.run.units[0]))
 
@@ -349,7 +320,7 @@ class Root:
         try:
             self._do("finalize", first, rules.finalize(self.run, first, present))
         except BaseException as error:
-            self.peers.publish(error, "finalize_backward")
+            self.companion.failed(error, "finalize_backward")
             self.reset()
             raise
         note_under_way(self)
@@ -364,7 +335,7 @@ class Root:
             self._do("wait_finalize", first, commands)
         except BaseException as error:
             # As at the end of a backward: no later report would publish this.
-            self.peers.publish(error, "finalize_backward")
+            self.companion.failed(error, "finalize_backward")
             raise
 
     def _release_shared(self) -> None:
@@ -408,7 +379,7 @@ class Root:
         """Issue the all-gather of `unit`."""
         if current_backward() == -1:
             self._backward.settle()
-            self.peers.meet()
+            self._meets()
             if self.stream is not None and self.run.forward_root is None:
                 self.stream.begins(unit.holds_memory() for unit in self.units)
         stale = unit.record.full is not Full.SHARDED and unit.is_stale()
@@ -454,14 +425,14 @@ class Root:
 
     def settings_change(self, unit: Unit, controls: Controls) -> None:
         """Reduce and gather `unit` as `controls` say. Collective over the root."""
-        self.settle_links(unit, controls)
-        self.facts.settings_changed()
+        self.companion.connects([unit])
+        self._locate(unit, controls)
+        self.companion.did("settings", unit)
 
-    def settle_links(self, unit: Unit, controls: Controls) -> None:
-        """Choose the links of `unit` under `controls` and connect them. Collective over the root."""
+    def _locate(self, unit: Unit, controls: Controls) -> None:
+        """Find out which links of `unit` span several nodes, if that matters under `controls`. Collective."""
         strategy = controls.strategy(self.options.communication)
-        links = [self.peers.nodes.locate(links, strategy) for links in unit.links]
-        self.peers.open(unit)
+        links = [self._nodes.locate(links, strategy) for links in unit.links]
         unit.links, unit.channels.strategy = links, strategy
 
     def _wait_for_optimizer(self) -> None:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
@@ -30,7 +30,6 @@ from ..param import Found, ShardedParam, Slot, can_digest, local_part, note_load
 from .names import dotted_name, first_few
 from .optimizer_steps import refuses_steps
 from .padding_rows import note_row_loaded
-from .recovery import units_restored
 from .root import formed
 from .unit import Unit
 
@@ -144,15 +143,19 @@ def _has_new_gradient(parameter: Tensor, entry: _Replaced) -> bool:
 # ---- state dict ------------------------------------------------------------------------------------------------------
 
 
-def hook_state_dict(unit: Unit) -> None:
-    """Register the hooks of one unit."""
+# Called with a unit of which parameters were loaded, their names, and the values of those loaded from full tensors.
+Loaded = Callable[[Unit, Sequence[str], Mapping[str, Tensor]], None]
+
+
+def hook_state_dict(unit: Unit, loaded: Loaded) -> None:
+    """Register the hooks of one unit. `loaded`: called after each load."""
     by_module: dict[nn.Module, list[_Place]] = {}
     for group in unit.groups:
         for param in group.params:
             for slot in param.slots:
                 by_module.setdefault(slot.module, []).append(_Place(slot, param, group.placing.shard_device))
     for module, places in by_module.items():
-        hooks = _ModuleHooks(unit, places)
+        hooks = _ModuleHooks(unit, places, loaded)
         module.register_state_dict_pre_hook(hooks.before_saving)
         # torch puts a mark on this hook, which a bound method cannot carry.
         saved = module.register_state_dict_post_hook(partial(hooks.after_saving))
@@ -172,9 +175,10 @@ class _Place(NamedTuple):
 class _ModuleHooks:
     """The hooks of one module; `places` are its parameters that belong to `unit`."""
 
-    def __init__(self, unit: Unit, places: list[_Place]) -> None:
+    def __init__(self, unit: Unit, places: list[_Place], loaded: Loaded) -> None:
         self._unit = unit
         self._places = places
+        self._loaded = loaded
         # While loading: parameters before the load.
         self._before: list[tuple[Slot, nn.Parameter | None]] = []
         # While loading: prefix of the keys, and the full tensors in the dict.
@@ -238,7 +242,6 @@ class _ModuleHooks:
                     strangers[self._prefix + slot.name] = held
                     note_assigned(self._unit, old, place.param.name)
         self._tell(values)
-        units_restored([self._unit])
         if strangers:
             warnings.warn(
                 f"load_state_dict(assign=True): expected parameters that nobody else holds, so that they can take "
@@ -252,14 +255,13 @@ class _ModuleHooks:
     def _tell(self, values: dict[str, Tensor]) -> None:
         """Record the loaded values for the comparison with other ranks."""
         root = formed(self._unit)
-        if root is not None and not root.provisional:
-            names = [self._prefix + place.slot.name for place in self._places]
-            root.facts.loaded(self._unit, names, {self._prefix + name: value for name, value in values.items()})
-            return
-        for place in self._places if self._unit.settings.notes_values else ():
-            value = values.get(place.slot.name)
-            if value is not None and value.shape == place.param.sharded.shape:
-                note_loaded(place.param, value)
+        if root is None or root.provisional:
+            for place in self._places if self._unit.settings.notes_values else ():
+                value = values.get(place.slot.name)
+                if value is not None and value.shape == place.param.sharded.shape:
+                    note_loaded(place.param, value)
+        names = [self._prefix + place.slot.name for place in self._places]
+        self._loaded(self._unit, names, {self._prefix + name: value for name, value in values.items()})
 
 
 def _share_memory(a: Tensor, b: Tensor) -> bool:

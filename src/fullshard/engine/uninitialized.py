@@ -18,7 +18,6 @@ from torch.overrides import TorchFunctionMode
 from .._torch import non_persistent_buffers
 from ..comm import sum_over
 from ..param import ShardedParam, are_poisoned, is_poisoned, local_data, poison
-from ..peers import Scope
 from .names import clean_name, parameter_names
 from .padding_rows import note_rows_emptied, refuse_padding_rows
 from .unit import Unit
@@ -223,24 +222,6 @@ def _to_judge(units: Sequence[Unit], top: nn.Module) -> list[_Judged]:
             asked = tensor.device_mesh if isinstance(tensor, DTensor) else mesh
             judged[id(tensor)] = _Judged(clean_name(name), tensor, isinstance(tensor, DTensor), asked)
     return list(judged.values())
-
-
-def agree_what_is_unproven(scopes: Sequence[Scope], units: Sequence[Unit], unproven: bool) -> bool:
-    """Mark a unit as unproven on all ranks if it is on any. Returns whether anything must be checked.
-
-    Ranks may differ: rank 0 may build the model with values, the others on the meta device. Collective, once in the
-    first forward of a root; asks one question per scope if ranks are equal.
-    """
-    mine = "".join("01"[unit.unproven] for unit in units)
-    for scope in scopes:
-        differing = scope.agree("units with memory that was made without values", f"{int(unproven)} {mine}")
-        for theirs in (differing or {}).values():
-            any_, _, bits = theirs.partition(" ")
-            unproven = unproven or any_ == "1"
-            for unit, bit in zip(units, bits, strict=False):
-                # Only units of this scope: other scopes may have other units.
-                unit.unproven = unit.unproven or bit == "1"
-    return unproven
 
 
 def prove_initialized(units: Sequence[Unit]) -> None:

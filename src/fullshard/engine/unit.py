@@ -34,7 +34,6 @@ from ..param import (
     note_initial,
     set_apart,
 )
-from ..peers import Scope
 from ..policy import Controls, Offload, Options
 from ..policy.policies import MixedPrecisionLike
 from ..schedule import Full, RunRecord, UnitRecord
@@ -42,6 +41,7 @@ from .channels import UnitChannels
 from .gradients import UnitGradients
 from .grouping import grouped, regrouped
 from .optimizer_steps import follow_steps, note_full, optimizer_steps
+from .seam import NOBODY, Companion
 from .stream import ModelStream
 
 # ---- sizes -----------------------------------------------------------------------------------------------------------
@@ -142,6 +142,8 @@ class UnitSettings:
     post_optim_event: torch.Event | None = None
     prefetch_nbytes: int | None = None
     gradient_nbytes: int | None = None
+    # Who accompanies the root that it becomes.
+    accompany: Callable[[AnyRoot], Companion] = lambda _: NOBODY
 
 
 @dataclass
@@ -168,17 +170,13 @@ class AnyRoot(Protocol):
     units: list[Unit]
     run: RunRecord
     options: Options
-    guard_mode: str
+    companion: Companion
     thread: int
     provisional: bool
     unproven: Unproven
     # On a device.
     stream: ModelStream | None
 
-    @property
-    def compares_facts(self) -> bool: ...
-    @property
-    def scopes(self) -> list[Scope]: ...
     def reshard(self, unit: Unit) -> None: ...
     def wait_unshard(self, unit: Unit) -> None: ...
     def settings_change(self, unit: Unit, controls: Controls) -> None: ...

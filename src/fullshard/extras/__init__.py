@@ -3,7 +3,8 @@ optimizer steps in backward, one decision on NaN and inf, figures of gradients, 
 step.
 """
 
-from ..api import Drift as Drift
+from ..agree import Drift as Drift
+from ..agree import Turn as Turn
 from ..api import Installation as Installation
 from .check_gradients import GradientCheck as GradientCheck
 from .check_gradients import NonFiniteError as NonFiniteError
@@ -14,8 +15,6 @@ from .grad_stats import grad_stats as grad_stats
 from .invariants import InvariantBroken as InvariantBroken
 from .invariants import InvariantChecks as InvariantChecks
 from .invariants import check_invariants as check_invariants
-from .joined import Turn as Turn
-from .joined import joined as joined
 from .micro_batches import MicroBatches as MicroBatches
 from .replay import Replay as Replay
 from .replay import ReplayError as ReplayError

@@ -14,17 +14,18 @@ import torch
 from torch import Tensor, nn
 
 from .._torch import buffers_of
-from ..api import guard
+from ..agree import guard
+from ..agree.companion import about_to_count
+from ..agree.joined import all_ranks_of
+from ..agree.recovery import peers_below
 from ..comm import largest_over, sum_over
 from ..engine import Unit, root_of, unit_of
-from ..engine.recovery import peers_below
 from ..engine.root import formed, module_units
 from ..observe import report
 from ..observe.report import human
 from ..param import KeptGradients, KeptTensor
 from ..peers import PeerFailed, shown_ranks
 from ..policy.arguments import expect, expect_callable, expect_module, expect_state
-from .joined import all_ranks_of
 
 # ---- sizes -----------------------------------------------------------------------------------------------------------
 # The size of micro-batches to try next, from the sizes that fitted so far. Numbers only, the same on every rank.
@@ -355,9 +356,7 @@ class MicroBatches:
         root, mesh = all_ranks_of(self.model, "tokens")
         most, total, without = samples, tokens, int(lonely and not samples)
         if mesh is not None:
-            root.peers.meet()
-            if root.order is not None:
-                root.order.announce("count", "int64*3")
+            about_to_count(root, "int64*3")
             what = "MicroBatches: the tokens of a window"
             (total,) = sum_over(mesh, torch.tensor([total]), what).tolist()
             most, without = largest_over(mesh, torch.tensor([most, without]), what).tolist()

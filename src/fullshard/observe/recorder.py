@@ -33,6 +33,7 @@ from .._torch import local_of
 from .._version import __version__
 from ..engine import Root, Unit, root_of
 from ..engine.root import module_units
+from ..peers import mode
 from ..policy.arguments import expect_module, expect_whole
 from ..see import record
 from .rows import StepRows, units_of
@@ -236,7 +237,7 @@ class Recorder:
                 "prefetch_nbytes": first.run.prefetch_nbytes,
                 "reductions_in_flight": first.options.reductions_in_flight,
                 "communication": first.options.communication,
-                "guard": first.guard_mode,
+                "guard": mode(),
                 "threads": torch.get_num_threads(),
             },
         )

@@ -131,7 +131,7 @@ class StepRows:
                 partial(root.executor.listeners.remove, note),
                 root.executor.unwrap_actions,
             ]
-            for group in {group for scope in root.scopes for group in scope.groups.values()}:
+            for group in {group for scope in root.companion.scopes for group in scope.groups.values()}:
                 if isinstance(group, DataGroup):
                     group.observer = self
                     self._undo.append(partial(setattr, group, "observer", None))

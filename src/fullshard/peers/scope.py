@@ -25,7 +25,6 @@ from dataclasses import replace
 from functools import cache
 from typing import Any, Protocol
 
-from .facts import shown_ranks, variants
 from .failures import (
     LOST,
     PERHAPS,
@@ -38,6 +37,7 @@ from .failures import (
     lost_in,
     settled,
 )
+from .ranks import shown_ranks, variants
 from .store import ranks_of, runs
 from .wait import AnyWatch, Wait, wait_until
 

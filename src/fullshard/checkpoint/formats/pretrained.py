@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ...api import allocate, forget_values, mark_restored, materialize
+from ...agree import mark_restored
+from ...api import allocate, forget_values, materialize
 from ...comm import Messenger, messenger
 from ...policy.arguments import (
     expect,

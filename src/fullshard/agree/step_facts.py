@@ -1,4 +1,4 @@
-"""Records operations on the shards of one root and compares them across ranks (peers/facts.py).
+"""Records operations on the shards of one root and compares them across ranks (facts.py).
 
     optimizer_stepped, clipped, scaled, hooked, loaded     user operations, recorded as deeds
     carry      the first reduction of a backward, on each mesh: the digest of all recorded facts travels with that
@@ -28,15 +28,16 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..comm import Comparison, Digits, ReduceChannel
-from ..peers import Action, RanksDisagree, Scope, is_current, scope_of, shown_ranks
-from ..peers.facts import ADVICE, Deed, Fact, Ledger, Sealed, differences, digest_of, first_unlike
-from .agreement import digests_of, replicas_of, unsharded_on
-from .names import clean_name, first_few, parameter_names
-from .names_elsewhere import names_elsewhere
+from ..engine.names import clean_name, first_few, parameter_names
+from ..engine.names_elsewhere import names_elsewhere
+from ..engine.optimizer_steps import tell_optimizer_steps
+from ..engine.unit import AnyRoot, Unit
+from ..peers import RanksDisagree, Scope, is_current, scope_of, shown_ranks
+from .facts import ADVICE, Deed, Fact, Ledger, Sealed, differences, digest_of, first_unlike
 from .optimizer_facts import OptimizerFacts, listed, text_of
-from .optimizer_steps import tell_optimizer_steps
 from .recovery import Peers, steps_taken
-from .unit import AnyRoot, Unit
+from .scripts import Action
+from .structure import digests_of, replicas_of, unsharded_on
 
 # Values outside of units join the first and second comparison, then at intervals that grow eightfold.
 _SECOND_LOOK, _LOOKS = 2, 8
@@ -111,8 +112,10 @@ class _Mesh:
 class StepFacts:
     """The facts of one root. Free of cost without other ranks."""
 
-    def __init__(self, root: AnyRoot, peers: Peers) -> None:
+    def __init__(self, root: AnyRoot, peers: Peers, *, compares: bool = True) -> None:
+        """`compares`: whether ranks compare what they do in each step; otherwise nothing is recorded."""
         self._root, self._peers = root, peers
+        self.compares = compares and not root.provisional
         self._units = root.units
         self._meshes: dict[tuple[int, ...], _Mesh] = {}
         self._of: dict[Unit, tuple[_Mesh | None, ...]] = {}
@@ -123,8 +126,10 @@ class StepFacts:
         self._listed_places: dict[tuple[int, ...], dict[tuple[int, ...], str]] = {}
         self._channels = -1
         self._settings_changed = True
-        self._looks: dict[tuple[int, ...], list[int]] = {}
-        if root.provisional or not root.compares_facts:
+
+    def begin(self) -> None:
+        """The root formed: record from now on."""
+        if not self.compares:
             return
         for unit in self._units:
             meshes: list[_Mesh | None] = []
@@ -140,8 +145,8 @@ class StepFacts:
             if mesh.scope is not None:
                 mesh.scope.explained_by[_QUESTION] = _asked_alone
         if self._meshes:
-            tell_optimizer_steps(root.thread, self)
-            _by_thread.setdefault(root.thread, weakref.WeakSet()).add(self)
+            tell_optimizer_steps(self._root.thread, self)
+            _by_thread.setdefault(self._root.thread, weakref.WeakSet()).add(self)
 
     # ---- deeds ---------------------------------------------------------------------------------------------
 

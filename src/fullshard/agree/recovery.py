@@ -20,20 +20,20 @@ import time
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from .._torch import non_persistent_buffers
-from ..comm import Nodes, alike
+from ..comm import alike
+from ..engine.names import clean_name, first_few
+from ..engine.optimizer_steps import asks_on_devices, optimizer_steps
+from ..engine.padding_rows import note_row_loaded
+from ..engine.unit import Unit, unit_of
 from ..param import Owner
 from ..peers import LOST, PeerFailed, RanksDisagree, Scope, had_losses, lost_in, scope_of, shown_ranks, variants
-from .names import clean_name, first_few
-from .optimizer_steps import asks_on_devices, optimizer_steps
-from .padding_rows import note_row_loaded
-from .unit import Unit, unit_of
 
 # ---- peers -----------------------------------------------------------------------------------------------------------
 # The question of ranks that synchronise through the store.
@@ -45,8 +45,6 @@ class Peers:
 
     def __init__(self, units: Iterable[Unit], thread: int) -> None:
         self.scopes: list[Scope] = []
-        # Which groups span several nodes.
-        self.nodes = Nodes()
         for links in (links for unit in units for links in unit.links):
             scope = scope_of(links.everyone)
             if scope is not None and scope not in self.scopes:
@@ -138,6 +136,9 @@ class Peers:
                     scope.losses.note_under_way("a message of another mesh")
         renewed = any([scope.meet() for scope in self.scopes if scope.failures.must_meet])
         refuse_mixed_states(self.scopes)
+        for scope in self.scopes:
+            # Nothing more is to be said of the last meeting: a root asks for this method only where something is.
+            scope.states = {}
         return renewed
 
 
@@ -165,7 +166,7 @@ def peers_below(*models: nn.Module) -> Peers:
         units += below
     roots = dict.fromkeys(unit.root for unit in units if unit.root is not None)
     found = Peers((), threading.get_ident())
-    scopes = [scope for root in roots for scope in root.scopes]
+    scopes = [cast(Scope, scope) for root in roots for scope in root.companion.scopes]
     if not scopes:  # no root formed yet
         scopes = [scope for unit in units for links in unit.links if (scope := scope_of(links.everyone))]
     found.scopes = list(dict.fromkeys(scopes))

@@ -1,4 +1,4 @@
-"""Describes the steps of an optimizer to the parameters of one root, as one deed per mesh (peers/facts.py).
+"""Describes the steps of an optimizer to the parameters of one root, as one deed per mesh (facts.py).
 
 Only changes since the previous step are turned into text. Values on a device are not read, to avoid a synchronisation.
 """
@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from .._torch import gradient_versions, versions_of_gradient
-from ..peers.facts import STEP, Deed, Fact, digest_of
+from .facts import STEP, Deed, Fact, digest_of
 
 # ---- optimizer facts -------------------------------------------------------------------------------------------------
 

@@ -11,8 +11,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..comm import sum_over
 from ..engine import Root, root_of, unit_of
-from ..engine.agreement import meshes_of
 from ..policy.arguments import expect, expect_module
+from .companion import about_to_count
+from .structure import meshes_of
 
 Batch = TypeVar("Batch")
 
@@ -72,7 +73,7 @@ def _turns(
             except StopIteration:
                 ended = True
             except BaseException as error:
-                root.peers.publish(error, "joined: the next batch")
+                root.companion.failed(error, "joined: the next batch")
                 raise
         have, without = _counts(root, mesh, own, batch is None)
         if not have:
@@ -91,9 +92,7 @@ def _counts(root: Root, mesh: DeviceMesh | None, own: bool, empty: bool) -> tupl
     """How many ranks have a batch of their own, and how many have nothing to run."""
     if mesh is None:
         return int(own), int(empty)
-    root.peers.meet()
-    if root.order is not None:
-        root.order.announce("count", "int32*2")
+    about_to_count(root, "int32*2")
     have, without = sum_over(mesh, torch.tensor([own, empty], dtype=torch.int32), "joined: the next turn").tolist()
     return have, without
 

@@ -8,11 +8,11 @@ from contextlib import contextmanager
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..engine.guarded_steps import GuardedSteps
 from ..engine.mixed_operations import note_mixed
-from ..engine.recovery import declare_sound, peers_below, tensors_restored, units_restored
 from ..engine.root import formed, module_units
 from ..policy.arguments import expect, expect_flag, expect_tensors, expect_text
+from .guarded_steps import GuardedSteps
+from .recovery import declare_sound, peers_below, tensors_restored, units_restored
 
 
 @contextmanager

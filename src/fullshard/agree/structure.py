@@ -24,6 +24,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..comm import sum_over
+from ..engine.names import clean_name, parameter_names
+from ..engine.unit import AnyRoot, Unit, unit_of
 from ..param import (
     ExtensionGroup,
     ParamGroup,
@@ -35,28 +37,14 @@ from ..param import (
     local_data,
     written_before,
 )
-from ..peers import (
-    Item,
-    RanksDisagree,
-    Scope,
-    ask,
-    dumps_items,
-    first_difference,
-    loads_items,
-    scope_of,
-    shown_ranks,
-    tell,
-    variants,
-)
-from ..peers.facts import PARAMETER, SETTINGS, UNIT
+from ..peers import RanksDisagree, Scope, ask, scope_of, shown_ranks, tell, variants
 from ..schedule import UnitRecord
 from .equal_rows import warn_of_equal_rows
-from .names import clean_name, parameter_names
+from .facts import PARAMETER, SETTINGS, UNIT, Item, dumps_items, first_difference, loads_items
 from .recovery import Peers
-from .unit import AnyRoot, Unit, unit_of
 
 # ---- describe --------------------------------------------------------------------------------------------------------
-# Describes a root as one list per mesh, which its ranks compare before the first message (peers/facts.py).
+# Describes a root as one list per mesh, which its ranks compare before the first message (facts.py).
 #
 # Parameters on their own mesh (experts, pipeline stages) are compared among the ranks of that mesh only: other ranks
 # legitimately hold other parameters under other names.
@@ -103,13 +91,14 @@ def mesh_of(unit: Unit) -> DeviceMesh | None:
     return meshes[0] if meshes else None
 
 
-def describe(root: AnyRoot, ranks: tuple[int, ...]) -> list[Item]:
-    """Describe the part of `root` on the mesh of `ranks`: settings, units, then parameters in model order."""
+def describe(root: AnyRoot, ranks: tuple[int, ...], mode: str = "full") -> list[Item]:
+    """Describe the part of `root` on the mesh of `ranks`: settings, units, then parameters in model order. `mode`: what
+    ranks compare."""
     units = root.units
     own = [unit for unit in units if (mesh := mesh_of(unit)) is not None and ranks_of(mesh) == ranks]
     names = parameter_names(units[0].module, units)
-    items = [Item(SETTINGS, "", _settings(root))]
-    if root.guard_mode == "off":
+    items = [Item(SETTINGS, "", _settings(root, mode))]
+    if mode == "off":
         return items  # compare only the guard mode itself
     items += [Item(UNIT, unit.record.name, _unit_facts(unit, own)) for unit in own]
     for unit in units:
@@ -121,11 +110,11 @@ def describe(root: AnyRoot, ranks: tuple[int, ...]) -> list[Item]:
     return items
 
 
-def _settings(root: AnyRoot) -> dict[str, str]:
+def _settings(root: AnyRoot, mode: str) -> dict[str, str]:
     options = root.options
-    facts = {"FULLSHARD_GUARD": root.guard_mode}
+    facts = {"FULLSHARD_GUARD": mode}
     facts |= {variable: str(getattr(options, field)) for field, variable in _SETTINGS.items()}
-    if root.guard_mode == "off":
+    if mode == "off":
         return {"FULLSHARD_GUARD": "off"}
     return facts
 
@@ -399,21 +388,21 @@ class _Looks:
 
 
 class Agreement:
-    """The comparisons that one root still has to make with its peers."""
+    """The comparisons that one root still has to make with its peers. `mode`: what ranks compare."""
 
-    def __init__(self, root: AnyRoot, peers: Peers) -> None:
-        self._root, self._peers = root, peers
-        kind, meshes = root.guard_mode, meshes_of(root.units)
+    def __init__(self, root: AnyRoot, peers: Peers, mode: str) -> None:
+        self._root, self._peers, self._mode = root, peers, mode
+        meshes = meshes_of(root.units)
         found = ((mesh, ranks, scope_of(ranks)) for ranks, mesh in meshes.items())
         self._scopes = [_OnMesh(mesh, ranks, scope) for mesh, ranks, scope in found if scope is not None]
-        self._values = kind == "full" and bool(self._scopes)
+        self._values = mode == "full" and bool(self._scopes)
         # Scopes whose buffers were equal so far.
-        self._looks = [_Looks(scope) for scope in self._scopes] if kind == "full" else []
+        self._looks = [_Looks(scope) for scope in self._scopes] if mode == "full" else []
 
     def refuse_other_structure(self) -> None:
         """Compare the structure, before any connection or message. Raises `RanksDisagree` on all ranks of a mesh."""
         self._peers.meet()
-        self._for_each_scope(_refuse_other_structure)
+        self._for_each_scope(self._refuse_other_structure)
 
     def forward_begins(self, *, trains: bool) -> bool:
         """Compare what is due in this forward; return whether later forwards have comparisons left.
@@ -442,6 +431,23 @@ class Agreement:
                 scope.scope.failures.has_raised = True
                 raise
 
+    def _refuse_other_structure(self, root: AnyRoot, scope: _OnMesh) -> None:
+        text = dumps_items(describe(root, scope.ranks, self._mode))
+        digests = ask(scope.scope, "the units and parameters of the model", text)
+        if digests is None:
+            return
+        # One rank per variant sends its description.
+        tells = {ranks[0] for ranks in variants(digests).values()}
+        told = tell(scope.scope, "units and parameters in full", text if scope.scope.rank in tells else "")
+        items = {digests[rank]: loads_items(told[rank]) for rank in tells}
+        difference = first_difference({rank: items[digest] for rank, digest in digests.items()})
+        assert difference is not None
+        raise RanksDisagree(
+            difference.text,
+            what=f"{difference.item.name} {difference.fact}".strip(),
+            by_rank={rank: value or "" for ranks, value in difference.values for rank in ranks},
+        )
+
     def _differing_buffers(self, scope: _OnMesh) -> list[Drift]:
         return differing(scope.scope, "buffer", buffers_on(self._root.units[0].module, scope.ranks))
 
@@ -468,24 +474,6 @@ class Agreement:
                 f"evaluation and before a checkpoint; fullshard.find_drift(model) checks again",
                 stacklevel=2,
             )
-
-
-def _refuse_other_structure(root: AnyRoot, scope: _OnMesh) -> None:
-    text = dumps_items(describe(root, scope.ranks))
-    digests = ask(scope.scope, "the units and parameters of the model", text)
-    if digests is None:
-        return
-    # One rank per variant sends its description.
-    tells = {ranks[0] for ranks in variants(digests).values()}
-    told = tell(scope.scope, "units and parameters in full", text if scope.scope.rank in tells else "")
-    items = {digests[rank]: loads_items(told[rank]) for rank in tells}
-    difference = first_difference({rank: items[digest] for rank, digest in digests.items()})
-    assert difference is not None
-    raise RanksDisagree(
-        difference.text,
-        what=f"{difference.item.name} {difference.fact}".strip(),
-        by_rank={rank: value or "" for ranks, value in difference.values for rank in ranks},
-    )
 
 
 def _refuse_other_values(root: AnyRoot, scope: _OnMesh) -> None:

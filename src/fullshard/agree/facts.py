@@ -16,7 +16,7 @@ What a rank does is in a `Ledger`, which belongs to the ranks of one mesh and on
     settings of reductions (divide factor,      on change    the setters of `FSDPModule`
       sums, hooks, custom messages)
     values outside of units, and of replicas    first use,   before the first reduction of a backward; where nothing
-                                                load, change sharded trains, some forwards (engine/step_facts.py)
+                                                load, change sharded trains, some forwards (step_facts.py)
     optimizer: class, options of each group     each step    after `optimizer.step()`; texts are made of what changed
       (lr, weight_decay, ...), parameters
     optimizer: how much state there is, and     each step    after `optimizer.step()`
@@ -40,37 +40,9 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain, groupby
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
-_Value = TypeVar("_Value")
-
-# ---- ranks and their values ------------------------------------------------------------------------------------------
-
-
-def variants(by_rank: Mapping[int, _Value]) -> dict[_Value, list[int]]:
-    """The different values with their ranks: the most frequent first, ties by the lowest rank."""
-    found: dict[_Value, list[int]] = {}
-    for rank in sorted(by_rank):
-        found.setdefault(by_rank[rank], []).append(rank)
-    return dict(sorted(found.items(), key=lambda entry: (-len(entry[1]), entry[1])))
-
-
-def shown_ranks(ranks: Sequence[int]) -> str:
-    """Ranks as text.
-
-    >>> shown_ranks([3]), shown_ranks([0, 1]), shown_ranks([0, 1, 2, 3, 7])
-    ('rank 3', 'ranks 0 and 1', 'ranks 0 to 3 and 7')
-    """
-    runs: list[list[int]] = []
-    for rank in sorted(ranks):
-        if runs and runs[-1][-1] == rank - 1:
-            runs[-1].append(rank)
-        else:
-            runs.append([rank])
-    parts = [f"{run[0]} to {run[-1]}" if len(run) > 2 else " and ".join(map(str, run)) for run in runs]
-    listed = parts[0] if len(parts) == 1 else ", ".join(parts[:-1]) + " and " + parts[-1]
-    return f"rank{'s' if len(ranks) > 1 else ''} {listed}"
-
+from ..peers.ranks import shown_ranks, variants
 
 # ---- structure of a model --------------------------------------------------------------------------------------------
 

@@ -1,6 +1,6 @@
 """Compares each message of a root with the order that its ranks agreed on, before it is sent.
 
-`peers/order.py` decides which message is expected; this module describes the messages of units and asks the other
+`scripts.py` decides which message is expected; this module describes the messages of units and asks the other
 ranks. Each mesh has its own order: the ranks of a pipeline stage or an expert agree among themselves. Roots on one mesh
 share its order, because their messages wait for one another.
 
@@ -9,29 +9,32 @@ In the steady state a message costs about a microsecond here, and nothing is sen
 
 from __future__ import annotations
 
+import hashlib
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from operator import attrgetter
 from types import NoneType
 from typing import TYPE_CHECKING
 
 import torch
+from torch import nn
 from torch.distributed.tensor import DTensor
 
+from .._torch import current_backward
 from ..comm import Links, alike
+from ..engine.names import clean_name, parameter_names
+from ..engine.optimizer_steps import optimizer_steps, tell_each_step
 from ..param import Owner, PendingGrad, claim
-from ..peers import Action, Order, RanksDisagree, Scope, deviation, disagreement, is_current, parse_question, scope_of
-from .names import parameter_names
-from .optimizer_steps import optimizer_steps, tell_each_step
-from .recovery import steps_taken
+from ..peers import RanksDisagree, Scope, is_current, scope_of
+from .recovery import lost_error, steps_taken
+from .scripts import Action, Order, deviation, disagreement, parse_question
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
+    from ..engine.unit import AnyRoot, Unit
     from ..param import ShardedParam
     from .step_facts import StepFacts
-    from .unit import AnyRoot, Unit
 
 
 # Cached actions and sizes per root; the cache is cleared beyond that.
@@ -282,7 +285,7 @@ def _name(dtype: torch.dtype) -> str:
 
 
 class MessageOrder:
-    """The message order of one root, in all of its scopes. Call the method of a message before it is sent.
+    """The message order of one root, in all of its scopes. Ask the lanes of a unit before each of its messages.
 
     Raises `RanksDisagree` on every rank of a scope if one of them is about to send something else, and `PeerFailed` if
     a rank failed. Does nothing without other ranks.
@@ -298,37 +301,15 @@ class MessageOrder:
         # Runs and steps the model. Events of a backward may come from a thread of the autograd engine.
         self._thread = threading.get_ident()
         self._lanes = [_Lane(scope, units[0], here) for scope, here in members.items()]
-        self._of = {
+        self.lanes_of = {
             unit: tuple(lane for lane, here in zip(self._lanes, members.values(), strict=True) if unit in here)
             for unit in units
         }
 
     def compare_later(self, facts: StepFacts) -> None:
-        """On a device: compare messages without a known order together with the facts of a step (peers/facts.py)."""
+        """On a device: compare messages without a known order together with the facts of a step (facts.py)."""
         for lane in self._lanes:
             lane.later = facts.sent
-
-    def unshard(self, unit: Unit) -> None:
-        """The all-gather of `unit` is about to be issued."""
-        for lane in self._of[unit]:
-            lane.before(unit, "unshard")
-
-    def unshard_secondary(self, unit: Unit) -> None:
-        """The all-gather of the kept parts of `unit` is about to be issued."""
-        for lane in self._of[unit]:
-            lane.before(unit, "unshard_secondary")
-
-    def reduce(self, unit: Unit, *, accumulated: bool, partials: bool, keep: bool) -> None:
-        """The reduction of `unit` is about to be issued."""
-        lanes = self._of[unit]
-        if not lanes:
-            return
-        flags: tuple[str, ...] = ("accumulated",) if accumulated else ()
-        if partials or keep:
-            flags += ("partials",) * partials + ("keep",) * keep
-        layout = (keep, *map(attrgetter("trainable"), unit.groups))
-        for lane in lanes:
-            lane.before(unit, "reduce", flags, layout)
 
     def announce(self, kind: str, sizes: str) -> None:
         """Another message is about to be sent over every mesh of the root; `kind` and `sizes` are words."""
@@ -373,6 +354,43 @@ def changes_parameters(optimizer: Optimizer) -> bool:
     return len(known) < len(rates) or any(rate is None or float(rate) != 0.0 for rate in known)
 
 
+# ---- full params -----------------------------------------------------------------------------------------------------
+# `full_params` is compared before it is sent, like the messages of a step: one that a rank enters alone
+# raises on all ranks.
+#
+# `full_tensor()` and `redistribute()` of a parameter are DTensor's, over the user's process group (ADR 0016): a rank
+# that is alone in one is named to those that wait for it (peers/diagnosis.py).
+
+
+def before_opening(model: nn.Module, units: Iterable[Unit]) -> None:
+    """All ranks are about to gather `units` of `model` for `full_params`. Raises like `compare`, and if it is lost."""
+    names = {module: clean_name(name) or "root" for name, module in model.named_modules()}
+    opened: dict[Scope, list[Unit]] = {}
+    for unit in units:
+        for scope in dict.fromkeys(scope_of(links.everyone) for links in unit.links):
+            if scope is not None:
+                opened.setdefault(scope, []).append(unit)
+    for scope, here in opened.items():
+        known = [names.get(unit.module, "?") for unit in here]
+        digest = hashlib.blake2s("\n".join(known).encode(), digest_size=6).hexdigest()
+        thread = None if here[0].root is None else here[0].root.thread
+        _compare_opening(here[0], scope, thread, Action("open", 0, 0, known[0], f"{len(here)}*{digest}"))
+        if scope.losses.current is not None:
+            raise lost_error(scope)
+
+
+def _compare_opening(unit: Unit | None, scope: Scope, thread: int | None, action: Action) -> None:
+    """`thread`: runs the model. `unit`: of the model, if it still exists."""
+    # Messages of other threads are not part of the order of the model's thread.
+    if scope.watch.settings.mode == "off" or thread not in (None, threading.get_ident()):
+        return
+    if current_backward() == -1 and scope.failures.must_meet:
+        renewed = scope.resume()
+        if unit is not None and unit.root is not None:
+            unit.root.met_by_hand(renewed=renewed)
+    compare(scope, action)
+
+
 # ---- owners ----------------------------------------------------------------------------------------------------------
 # The steps of an optimizer are reported to the order of the ranks that share its parameters, as long as it holds them,
 # even after their model is gone: garbage collection differs between ranks.
@@ -401,11 +419,11 @@ def own_parameters(unit: Unit) -> None:
             claim(param.sharded, param.owner)
 
 
-def own_by_root(root: AnyRoot, *, compares_order: bool) -> None:
-    """`root` formed: name its parameters as its model does. `compares_order`: report their optimizer steps to the
-    order of messages."""
+def own_by_root(root: AnyRoot, scopes: Iterable[Scope], *, compares_order: bool) -> None:
+    """`root` formed, on the meshes of `scopes`: name its parameters as its model does. `compares_order`: report their
+    optimizer steps to the order of messages."""
     names = parameter_names(root.units[0].module, root.units)
-    formed = _Formed(root.thread, root.scopes)
+    formed = _Formed(root.thread, scopes)
     for param, name in names.items():
         if isinstance(param.owner, _Owned):
             param.owner.name, param.owner.formed = name, formed

@@ -22,9 +22,9 @@ from torch.utils.hooks import RemovableHandle
 
 from .._torch import local_of, version_of
 from .._torch.modules import outside_graphs
+from ..engine.root import Root
 from ..peers import PeerFailed, Scope
 from .recovery import Peers, steps_taken
-from .root import Root
 
 # How long the host sleeps between two looks at an event.
 _LOOK_SECONDS = 0.0002
