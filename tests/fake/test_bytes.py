@@ -13,7 +13,7 @@ from benchmarks.bytes import TINY, figures
 from benchmarks.counting import ByteCounter
 from benchmarks.host import Chain
 from fullshard.comm import PlannedGather, ShardGroup
-from fullshard.comm.reduction import MessageReduce
+from fullshard.comm.reduce import MessageReduce
 from tests.harness.installed import has
 
 

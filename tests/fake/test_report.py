@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import fullshard
 from fullshard import MixedPrecisionPolicy, fully_shard
-from fullshard.comm.reduction import MessageReduce
+from fullshard.comm.reduce import MessageReduce
 from fullshard.engine import Unit, unit_of
 from fullshard.layout import FACTS_NUMEL
 from fullshard.observe import expected

@@ -317,5 +317,5 @@ def environment(variables: dict[str, str]) -> Iterator[None]:
 @contextmanager
 def on_nodes(world: int, nodes: int) -> Iterator[None]:
     """The `world` ranks find themselves on so many computers, neighbours together, while the context is open."""
-    with mock.patch("fullshard.comm.reduce.node", lambda: str(dist.get_rank() * nodes // world)):
+    with mock.patch("fullshard.comm.choice.node", lambda: str(dist.get_rank() * nodes // world)):
         yield

@@ -101,7 +101,7 @@ _ALONE = Setup("alone")
 _RECORD = "    self._event = torch.accelerator.current_stream(source.device).record_event()\n"
 _COPY = "    self._host.copy_(source, non_blocking=True)\n"
 _REPLICAS = "        self._work = replicate.all_reduce(total, MEAN if channel.sums.averages else SUM)\n"
-_GATHER, _SUM = "comm.gather:PlannedGather", "comm.reduction:StagedReduction"
+_GATHER, _SUM = "comm.gather:PlannedGather", "comm.reduce:StagedReduction"
 _LINK = "comm.offload:HostLink"
 
 FAULTS: dict[str, SeededFault] = {
@@ -209,13 +209,13 @@ FAULTS: dict[str, SeededFault] = {
         _ONE,
     ),
     "gradients are copied in on another stream": SeededFault(
-        "comm.reduction:MessageReduce.fill",
+        "comm.reduce:MessageReduce.fill",
         "        torch._foreach_copy_(destinations, sources)",
         "        with side():\n            torch._foreach_copy_(destinations, sources)",
         _TRANSFORMER,
     ),
     "flags are written on another stream": SeededFault(
-        "comm.reduction:MessageReduce.fill",
+        "comm.reduce:MessageReduce.fill",
         "        grad_present.fill_(1)",
         "        with side():\n            grad_present.fill_(1)",
     ),
@@ -255,10 +255,10 @@ FAULTS: dict[str, SeededFault] = {
         1,
     ),
     "the hook does not wait for the gradients": SeededFault(
-        "comm.reduction:_call", "stream.wait_stream(current)", "pass", Setup(hook_stream=True)
+        "comm.reduce:_call", "stream.wait_stream(current)", "pass", Setup(hook_stream=True)
     ),
     "the gradients do not wait for the hook": SeededFault(
-        "comm.reduction:_call", "current.wait_stream(stream)", "pass", Setup(hook_stream=True)
+        "comm.reduce:_call", "current.wait_stream(stream)", "pass", Setup(hook_stream=True)
     ),
     # ---- events recorded too early ----
     "the digest's event is recorded before its copy": SeededFault(
@@ -385,7 +385,7 @@ class Case(NamedTuple):
 RECEIVE, REDUCED = "param.group:ParamGroup.receive", "gradients.reduced = part if"
 _EACH = "gradients = self.params[i].gradients"
 TAKE, SENT_FRESH = "param.group:ParamGroup.take_gradients", "else gradients.fresh)"
-_FILL, _ROWS = "comm.reduction:MessageReduce.fill", "gradient.reshape(*rows)"
+_FILL, _ROWS = "comm.reduce:MessageReduce.fill", "gradient.reshape(*rows)"
 _ARRIVED = "staging.views[: len(destinations)]"
 _RANK = "torch.distributed.get_rank()"
 # Each rank's part of embedding.weight, as messages have it: 19 rows of 16.

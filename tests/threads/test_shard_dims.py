@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from fullshard import MixedPrecisionPolicy, full_params, fully_shard, materialize, report
 from fullshard.comm import BufferPool, Dtypes, Links, ShardGroup, reduce_channel
-from fullshard.comm.reduction import MessageReduce
+from fullshard.comm.reduce import MessageReduce
 from fullshard.layout import FlatLayout, ShardLayout
 from fullshard.policy import Controls, use_options
 from tests.harness import tolerance

@@ -1,11 +1,14 @@
 """The only subpackage that calls collectives. It handles buffers, never parameters or phases.
 
-`group` (process groups and their collectives), `gather` and `reduce` (strategies), `reduction` (what all reductions
-share: the send buffer, and the steps after the first sum), `pool` (messages under way and their buffers), `comparison`
-(digests compared between ranks), `messages` (texts and small sums), `offload` (shards on the host), `data_group`
-(groups that can be cut when a peer fails).
+`group` (process groups and their collectives), `gather` and `reduce` (how parameters and gradients travel), `choice`
+(which way gradients take), `reduction` (what the engine sees of them), `pool` (messages under way and their buffers),
+`comparison` (digests compared between ranks), `messages` (texts and small sums), `offload` (shards on the host),
+`data_group` (groups that can be cut when a peer fails).
 """
 
+from .choice import Nodes as Nodes
+from .choice import direct_of as direct_of
+from .choice import reduce_channel as reduce_channel
 from .comparison import Comparison as Comparison
 from .comparison import Digits as Digits
 from .comparison import HostCopy as HostCopy
@@ -46,9 +49,6 @@ from .offload import OffloadedGather as OffloadedGather
 from .offload import settle_uploads as settle_uploads
 from .offload import uploading as uploading
 from .pool import BufferPool as BufferPool
-from .reduce import Nodes as Nodes
-from .reduce import direct_of as direct_of
-from .reduce import reduce_channel as reduce_channel
 from .reduction import Dtypes as Dtypes
 from .reduction import Parts as Parts
 from .reduction import ReduceChannel as ReduceChannel

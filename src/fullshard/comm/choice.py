@@ -1,0 +1,107 @@
+"""Which strategy reduces the gradients of a group: `reduce.py` has a table of them.
+
+Gradients use an all-to-all within a node. Between nodes it would send more than a reduce-scatter, which the backend
+routes for its network (ADR 0005).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from ..layout import FlatLayout, ReduceLayout, ShardLayout, direct_gradients
+from ..peers import node, same_on_all, scope_of
+from ..policy import Controls, resolve_scale
+from .gather import CustomBuffers, CustomGroup
+from .group import Links
+from .pool import BufferPool
+from .reduce import ExchangeReduce, NativeReduce, PairReduce, Summation
+from .reduction import Dtypes, LocalReduce, ReduceChannel
+
+
+def direct_of(
+    links: Links, strategy: str, layouts: Sequence[ShardLayout], gathered: Collection[int], itemsize: int
+) -> tuple[int, ...]:
+    """Positions of the parameters whose gradients are sent directly from autograd's memory. Arguments as for
+    `direct_gradients`; `gathered`: positions of parameters that are all-gathered directly into place."""
+    group = links.reducing
+    if strategy == "torch" or group.world == 1:
+        return ()
+    if links.exchanges:
+        return direct_gradients(layouts, itemsize, backend=group.backend, on_host=group.device.type == "cpu")
+    if not group.one_launch:
+        return ()
+    # Evenly sharded ones only, so that the gradient itself is the message.
+    return tuple(i for i, layout in enumerate(layouts) if i in gathered and layout.padded_full_numel == layout.numel)
+
+
+class Nodes:
+    """Which groups of one root span several nodes. All ranks make the same calls in the same order."""
+
+    def __init__(self) -> None:
+        # Keyed by the ranks of the mesh and of the group.
+        self._several: dict[tuple[tuple[int, ...], ...], bool] = {}
+
+    def locate(self, links: Links, strategy: str) -> Links:
+        """`links` as `strategy` uses them, wherever their ranks are. Once per group: two questions to the store.
+
+        Raises `ValueError` on all ranks for "all-to-all" between nodes.
+        """
+        links = links.under(strategy)
+        if links.shard.world == 1 or not links.exchanges:
+            return links
+        key = links.everyone, links.shard.ranks
+        if key not in self._several:
+            self._several[key] = _on_several_nodes(links)
+        if self._several[key] and strategy == "all-to-all":
+            raise ValueError(
+                'set_communication("all-to-all"): expected the ranks that share parameters on one node, found several; '
+                'use "auto", which exchanges gradients within a node and lets the backend reduce them between nodes'
+            )
+        return links._replace(exchanges=not self._several[key])
+
+
+def _on_several_nodes(links: Links) -> bool:
+    """Equal in all groups of the mesh, because replicas must sum in one dtype."""
+    shard, everyone = scope_of(links.shard.ranks), scope_of(links.everyone)
+    if shard is None or everyone is None:
+        return False
+    several = not same_on_all(shard, "the node of this rank", node())
+    if shard is everyone:
+        return several
+    same = same_on_all(everyone, "whether ranks that share parameters are on several nodes", str(several))
+    return several or not same
+
+
+def reduce_channel(
+    links: Links,
+    pack: FlatLayout,
+    direct: tuple[int, ...],
+    dtypes: Dtypes,
+    pool: BufferPool,
+    *,
+    strategy: str,
+    controls: Controls,
+) -> ReduceChannel:
+    """The strategy for this group: see the table in the module docstring. Measured in benchmarks/ and ADR 0005.
+
+    `direct`: positions of the parameters whose gradients may be sent separately. `links`: under `strategy`.
+    """
+    group = links.reducing
+    as_torch = strategy == "torch"
+    native = as_torch or (group.world > 1 and not links.exchanges)
+    replicate = links.replicate
+    if replicate is not None and replicate.world == 1 and not as_torch:
+        replicate = None
+    if group.world == 1 and replicate is None and controls.hook is None:
+        return LocalReduce(dtypes.gradient, controls.divide_factor)
+    scale = resolve_scale(dtypes.reduce, links.ranks, controls.divide_factor, sum_only=controls.sum_only)
+    sums = Summation(replicate, scale, dtypes, controls.hook, controls.hook_stream, native=native)
+    if controls.reduce_scatter is not None:
+        group = CustomGroup(group, controls.reduce_scatter) if group.world > 1 else group
+        pool = CustomBuffers(controls.reduce_scatter)
+    if native or group.world == 1:
+        layout = ReduceLayout(pack, direct if group.world > 1 else (), facts_numel=0)
+        return NativeReduce(group, layout, pool, sums, adds_messages=not as_torch)
+    if direct and group.sends_in_pairs:
+        return PairReduce(group, ReduceLayout(pack, direct), pool, sums)
+    return ExchangeReduce(group, ReduceLayout(pack), pool, sums)
