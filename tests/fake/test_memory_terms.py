@@ -1,12 +1,12 @@
-"""The expected bytes of `layout/memory.py` against bytes counted on the engine: shards, full parameters, buffers.
+"""The moments of the planner's simulation against bytes counted on the engine: shards, full parameters, buffers.
 
-What is expected is computed from the plain model's shapes and from dtypes, knowing nothing of the engine's objects.
+What is simulated is made from the plain model's shapes and from dtypes, knowing nothing of the engine's objects.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import pytest
@@ -25,11 +25,16 @@ from fullshard.layout import (
     direct_indices,
     plan_gather,
     secondary_layout,
-    total,
 )
-from fullshard.layout.memory import backward_terms, buffer_terms, forward_terms, resharding_terms, shard_terms
+from fullshard.plan import Strategy
+from fullshard.plan.description import Parameter, UnitShape
+from fullshard.plan.machine import PROFILES
+from fullshard.plan.moments import Place, empty_step
+from fullshard.plan.simulation import Simulation
+from fullshard.plan.strategy import Group, Limits
+from fullshard.plan.strategy import Unit as Planned
 from fullshard.policy import use_options
-from fullshard.schedule import Command
+from fullshard.schedule import Command, UnitRecord
 from tests.harness.fake import fake_world
 from tests.harness.models import BY_NAME, Case
 
@@ -113,8 +118,8 @@ SETTINGS = [
 ]
 
 
-def _expected_units(case: Case, setting: Setting) -> list[UnitMemory]:
-    """The root, if it has parameters of its own, then the other units in the order in which they run."""
+def _units(case: Case, setting: Setting) -> list[Planned]:
+    """The root, then the other units in the order in which they run."""
     _, (storage, compute, wire) = POLICIES[setting.policy]
     model = case.build()
     seen: set[int] = set()
@@ -126,39 +131,42 @@ def _expected_units(case: Case, setting: Setting) -> list[UnitMemory]:
         seen.add(id(parameter))
     units = []
     for name, shapes in by_unit.items():
-        if not shapes:
-            continue
-        layouts = [ShardLayout(shape, -1 if setting.last_dim else 0, setting.world) for shape in shapes.values()]
-        pack = FlatLayout.build(
-            layouts,
-            align_numel([storage, compute, wire]),
-            first=direct_indices(layouts, compute, backend="fake", direct_threshold_nbytes=1 << 20),
-            names=list(shapes),
-            full_align_numel=align_numel([storage, compute, wire]) if setting.world == 1 else None,
-        )
-        plan = plan_gather(pack, compute, backend="fake", direct_threshold_nbytes=1 << 20)
-        degree = setting.reshard if isinstance(setting.reshard, int) and setting.reshard > 1 else None
+        parameters = tuple(Parameter(each, shape, "float32") for each, shape in shapes.items())
+        degree = setting.reshard if isinstance(setting.reshard, int) and setting.reshard > 1 else 0
         reshard = setting.reshard is not False if name else setting.reshard not in (None, False)
-        units.append(
-            UnitMemory(
-                name or "root",
-                pack,
-                plan,
-                storage,
-                compute,
-                # One reduce-scatter is made of the reduce dtype, which only "bf16 reduce" narrows.
-                wire if setting.communication != "torch" else (2 if setting.policy == "bf16 reduce" else 4),
-                reshard,
-                outer=not name,
-                exchanges=setting.communication != "torch",
-                replicas=setting.replicas,
-                sum_itemsize=2
-                if setting.policy == "bf16 reduce" and (setting.communication == "torch" or setting.world == 1)
-                else 4,
-                kept=None if degree is None else secondary_layout(pack, plan, degree),
-            )
-        )
+        groups = (_group(name or "root", parameters, setting, degree, storage, compute, wire),) if shapes else ()
+        units.append(Planned(UnitShape(name, "", parameters), groups, not reshard, degree))
     return units
+
+
+def _group(
+    name: str, parameters: Sequence[Parameter], setting: Setting, degree: int, storage: int, compute: int, wire: int
+) -> Group:
+    layouts = [ShardLayout(p.shape, -1 if setting.last_dim else 0, setting.world) for p in parameters]
+    pack = FlatLayout.build(
+        layouts,
+        align_numel([storage, compute, wire]),
+        first=direct_indices(layouts, compute, backend="fake", direct_threshold_nbytes=1 << 20),
+        names=[p.name for p in parameters],
+        full_align_numel=align_numel([storage, compute, wire]) if setting.world == 1 else None,
+    )
+    plan = plan_gather(pack, compute, backend="fake", direct_threshold_nbytes=1 << 20)
+    memory = UnitMemory(
+        name,
+        pack,
+        plan,
+        storage,
+        compute,
+        # One reduce-scatter is made of the reduce dtype, which only "bf16 reduce" narrows.
+        wire if setting.communication != "torch" else (2 if setting.policy == "bf16 reduce" else 4),
+        exchanges=setting.communication != "torch",
+        replicas=setting.replicas,
+        sum_itemsize=2
+        if setting.policy == "bf16 reduce" and (setting.communication == "torch" or setting.world == 1)
+        else 4,
+        kept=secondary_layout(pack, plan, degree) if degree else None,
+    )
+    return Group(memory, replace(memory, kept=None), tuple(parameters), 0, tuple(p.name for p in parameters))
 
 
 class _Live(NamedTuple):
@@ -166,6 +174,53 @@ class _Live(NamedTuple):
 
     full: int
     kept: int
+
+
+class _Simulated(Simulation):
+    """Bytes when a unit begins its forward, has copied the part that it keeps, and is freed in backward; and those of
+    messages among replicas when the gradients of a unit are ready."""
+
+    def __init__(self, units: Sequence[Planned], setting: Setting) -> None:
+        limits = Limits(setting.prefetch_depth, setting.prefetch_nbytes, setting.reductions_in_flight)
+        super().__init__(units, Strategy(ranks=2, optimizer="none"), PROFILES["cpu"], limits=limits)
+        self.forward: dict[str, _Live] = {}
+        self.resharding: dict[str, _Live] = {}
+        self.backward: dict[str, _Live] = {}
+        self.under_way: dict[str, int] = {}
+        self.run(empty_step(units, [Place(-1), *(Place(0) for _ in units[1:])]))
+
+    def live(self) -> _Live:
+        return _Live(int(self.bytes.kinds["full parameters"]), int(self.bytes.kinds["kept parts"]))
+
+    def _event(self, kind: str, record: UnitRecord) -> None:
+        super()._event(kind, record)
+        if kind == "pre_forward":
+            self.forward[record.name] = self.live()
+
+    def _reshard_secondary(self, unit: Planned, record: UnitRecord) -> None:
+        full, kept = self.live()
+        own = sum(group.memory.kept_nbytes for group in unit.groups)
+        self.resharding[record.name] = _Live(full, kept + own)
+        super()._reshard_secondary(unit, record)
+
+    def _reshard(self, unit: Planned, record: UnitRecord) -> None:
+        if self.schedule.in_backward:
+            self.backward[record.name] = self.live()
+        super()._reshard(unit, record)
+
+    def _reduce(self, unit: Planned, record: UnitRecord) -> None:
+        flights = self.reductions.replicating
+        self.under_way[record.name] = sum(int(f.cast) for f in flights if f.group.memory.pack.world > 1)
+        super()._reduce(unit, record)
+
+    @property
+    def shards(self) -> int:
+        return int(self.bytes.kinds["parameters"])
+
+    @property
+    def buffers(self) -> int:
+        """Those that are kept from step to step."""
+        return sum(int(n) for (_, name), n in self.bytes.there.items() if name == "kept from step to step")
 
 
 class _Counted:
@@ -264,15 +319,10 @@ class _Float32(nn.Module):
         return self.model(x).float()
 
 
-def _live(terms: list[Any]) -> _Live:
-    full, kept = (sum(term.nbytes for term in terms if term.name.startswith(name)) for name in ("full", "kept part"))
-    return _Live(full, kept)
-
-
 @pytest.mark.sample(21)
 @pytest.mark.parametrize("setting", SETTINGS, ids=str)
 @pytest.mark.parametrize("name", CASES)
-def test_terms_are_what_is_counted(name: str, setting: Setting) -> None:
+def test_the_simulation_has_what_is_counted(name: str, setting: Setting) -> None:
     case = CASES[name]
     options = {
         "prefetch_depth": setting.prefetch_depth,
@@ -281,52 +331,39 @@ def test_terms_are_what_is_counted(name: str, setting: Setting) -> None:
     }
     with fake_world(setting.world * setting.replicas), use_options(**options):
         counted, shards, buffers = _run(case, setting)
-    units = _expected_units(case, setting)
-    assert shards == total(shard_terms(units))
-    for i, unit in enumerate(units):
-        ahead = {"prefetch_depth": setting.prefetch_depth, "prefetch_nbytes": setting.prefetch_nbytes}
-        forward = forward_terms(units, i, **ahead)
-        assert counted.forward[unit.name] == _live(forward), f"forward of {unit.name}: {forward}"
-        if unit.kept is not None:
-            resharding = resharding_terms(units, i, **ahead)
-            assert counted.resharding[unit.name] == _live(resharding), f"resharding of {unit.name}: {resharding}"
-        backward = backward_terms(
-            units, i, reductions_in_flight=setting.reductions_in_flight, prefetch_nbytes=setting.prefetch_nbytes
-        )
-        if setting.world > 1 or unit.full_nbytes:
-            assert counted.backward[unit.name] == _live(backward), f"backward of {unit.name}: {backward}"
-        expected_nbytes = sum(term.nbytes for term in backward if term.name.startswith("all-reduce"))
-        assert counted.under_way[unit.name] == expected_nbytes, f"backward of {unit.name}: {backward}"
-    expected = buffer_terms(
-        units,
-        prefetch_depth=setting.prefetch_depth,
-        reductions_in_flight=setting.reductions_in_flight,
-        prefetch_nbytes=setting.prefetch_nbytes,
-    )
-    # How many gathers fit differs from unit to unit, and the terms take the most.
-    fits = buffers == total(expected) if setting.prefetch_nbytes is None else buffers <= total(expected)
-    assert fits, f"{buffers} bytes in message buffers, expected {expected}"
+    units = _units(case, setting)
+    simulated = _Simulated(units, setting)
+    assert shards == simulated.shards
+    for unit in (unit for unit in units if unit.groups):
+        title = unit.shape.title
+        assert counted.forward[title] == simulated.forward[title], f"forward of {title}"
+        assert counted.resharding.get(title) == simulated.resharding.get(title), f"resharding of {title}"
+        if setting.world > 1 or any(group.memory.full_nbytes for group in unit.groups):
+            assert counted.backward[title] == simulated.backward[title], f"backward of {title}"
+        assert counted.under_way[title] == simulated.under_way[title], f"backward of {title}"
+    assert buffers == simulated.buffers
 
 
 @pytest.mark.sample(8)
 @pytest.mark.parametrize("setting", SETTINGS, ids=str)
-def test_a_root_whose_gradients_come_first_needs_no_more_than_the_terms_say(setting: Setting) -> None:
-    """Its own parameters are used last, so it is freed first; the terms keep it to the end."""
+def test_a_root_whose_gradients_come_first_needs_no_more_than_the_simulation_has(setting: Setting) -> None:
+    """Its own parameters are used last, so it is freed first; the simulation keeps it to the end."""
     case = BY_NAME["tiny_dims"]
     with fake_world(setting.world * setting.replicas):
         counted, shards, _ = _run(case, setting)
-    units = _expected_units(case, setting)
-    assert shards == total(shard_terms(units))
-    assert counted.forward["root"] == _live(forward_terms(units, 0))
-    terms = [of(units, i) for of in (forward_terms, backward_terms) for i in range(len(units))]
-    terms += [resharding_terms(units, i) for i, unit in enumerate(units) if unit.kept is not None]
-    found = [*counted.forward.values(), *counted.resharding.values(), *counted.backward.values()]
-    assert max(map(sum, found)) <= max(sum(_live(moment)) for moment in terms)
+    simulated = _Simulated(_units(case, setting), replace(setting, prefetch_depth=1, reductions_in_flight=2))
+    assert shards == simulated.shards
+    assert counted.forward["root"] == simulated.forward["root"]
+    found, expected = (
+        [*each.forward.values(), *each.resharding.values(), *each.backward.values()] for each in (counted, simulated)
+    )
+    assert max(map(sum, found)) <= max(map(sum, expected))
 
 
 def test_the_expectation_is_not_trivial() -> None:
-    """In the settings above every kind of term is there somewhere."""
-    units = [u for s in SETTINGS for case in CASES.values() for u in _expected_units(case, s)]
+    """In the settings above every kind of bytes is there somewhere."""
+    units = [unit for s in SETTINGS for case in CASES.values() for unit in _units(case, s)]
+    groups = [group.memory for unit in units for group in unit.groups]
     for kind in ("full", "arriving", "staging", "send", "receive", "replicating", "kept", "secondary_staging"):
-        sizes = {getattr(unit, f"{kind}_nbytes") for unit in units}
+        sizes = {getattr(memory, f"{kind}_nbytes") for memory in groups}
         assert len(sizes) > 3, kind

@@ -281,7 +281,7 @@ class Counted(NamedTuple):
     host: int = 0
 
 
-class _Real(MemoryCounter):
+class Real(MemoryCounter):
     """Of a DTensor its local tensor: its own storage has a size and no memory."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -330,7 +330,7 @@ def count(model: Planned, strategy: Strategy, size: int, *, trace: bool = False)
         state = sum(local.nbytes for local in _locals(values))
         assert units[0].root is not None
         kept = units[0].root.shared.pool.nbytes
-        with _Real() as counter:
+        with Real() as counter:
             counter.mark("step")
             take(2, lambda: counter.mark("optimizer"))
         messages: dict[str, int] = {}

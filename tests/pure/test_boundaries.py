@@ -37,7 +37,7 @@ ROOMS: dict[str, frozenset[str]] = {
     "checkpoint": frozenset({"layout", "policy", "peers", "comm", "agree", "api", "_torch", "_version"}),
     # Reads records, with the rules' texts; the recorder writes what it reads.
     "see": frozenset({"schedule"}),
-    "observe": LOWER | {"engine", "see", "_version"},
+    "observe": LOWER | {"engine", "plan", "see", "_version"},
     "extras": LOWER | {"engine", "agree", "api", "observe", "rounding"},
     "program": frozenset(),
     "rounding": frozenset(),
@@ -66,7 +66,9 @@ PURE = ("fullshard.layout", "fullshard.schedule", "fullshard.see") + tuple(
 PURE += ("fullshard.keys", *(f"fullshard.migrate.{name}" for name in "config levels reading verdict".split()))
 PURE += tuple(f"fullshard.plan.{name}" for name in "account clock description machine page questions".split())
 PURE += ("fullshard.plan.recomputation",)
-PURE += tuple(f"fullshard.plan.{name}" for name in "reductions result rough search simulation spans strategy".split())
+PURE += tuple(
+    f"fullshard.plan.{name}" for name in "moments reductions result rough search simulation spans strategy".split()
+)
 PURE += tuple(f"fullshard.peers.{name}" for name in "diagnosis failures process ranks scope store wait".split())
 PURE += ("fullshard.agree.facts", "fullshard.agree.scripts")
 

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from fullshard.layout import peak, total
 from fullshard.plan import Planner, Strategy, find_hardware, plan_of, rough, units_of
 from fullshard.plan.account import KINDS, Simulated, Traffic
 from fullshard.plan.clock import AXES, Clock
 from fullshard.plan.description import OUTSIDE, Kind, Line, Model, Parameter, Tape, UnitShape
 from fullshard.plan.machine import PROFILES, Hardware
+from fullshard.plan.moments import Place, largest
 from fullshard.plan.page import page, svg
 from fullshard.plan.questions import QUESTIONS, explain
 from fullshard.plan.recomputation import ALTERNATE, NONE, SELECTIVE, WHOLE, keeping
@@ -23,7 +23,7 @@ from fullshard.plan.result import gigabytes, padding_of, table
 from fullshard.plan.search import Change, candidates
 from fullshard.plan.simulation import simulate
 from fullshard.plan.spans import Event, Span, Step, Work, scaled, steps_of
-from fullshard.plan.strategy import OPTIMIZERS
+from fullshard.plan.strategy import OPTIMIZERS, Limits
 
 # A byte is a byte and a second a second: nothing is added.
 PLAIN = replace(
@@ -289,18 +289,16 @@ def test_other_sizes_of_the_micro_batch_are_linear() -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2, 8, 1000])
 @pytest.mark.parametrize("reshard", [True, False])
-def test_the_peak_without_activations_is_that_of_the_layouts(ranks: int, reshard: bool) -> None:
-    """Two ways to the same bytes: the rules with a counter, and the terms of `layout.memory`."""
+def test_a_tape_without_activations_is_the_empty_tape(ranks: int, reshard: bool) -> None:
+    """What `report` simulates, and what the planner does with all activations taken away."""
     model = _model(depth=4, rows=8000)
     strategy = Strategy(ranks=ranks, reshard=reshard, optimizer="none")
     units = units_of(model, strategy)
     step = steps_of(model)
     bare = replace(step, spans=tuple(replace(s, peak=0.0, end=0.0, loss=0.0) for s in step.spans))
-    memories = [group.memory for unit in units for group in unit.groups]
-    sent = [group.sent for unit in units for group in unit.groups if group.sent is not None]
-    memories = [replace(m, direct_gradients=s.direct_gradients) for m, s in zip(memories, sent, strict=True)]
-    _, terms = peak(memories, send_buffers=1)
-    assert simulate(units, bare, strategy, PLAIN).peak.total == total(terms)
+    found = simulate(units, bare, strategy, PLAIN).peak
+    empty = largest(units, [Place(-1), *(Place(0) for _ in units[1:])], Limits(send_buffers=1))
+    assert (found.phase, found.total) == (empty.phase, sum(nbytes for *_, nbytes in empty.terms))
 
 
 # ---- time ------------------------------------------------------------------------------------------------------------

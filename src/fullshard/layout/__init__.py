@@ -2,9 +2,12 @@
 
 Standard library only, so it imports without torch. Files: `shard` (one parameter; bytes per element), `flat` (one unit
 and its gradient messages), `gather` (direct or packed gathers; what stays between forward and backward), `memory`
-(expected bytes, and what fits into a byte budget).
+(bytes of one unit), `budget` (what fits into a number of bytes).
 """
 
+from .budget import Candidate as Candidate
+from .budget import choose_resident as choose_resident
+from .budget import leading_within as leading_within
 from .flat import FACTS_NUMEL as FACTS_NUMEL
 from .flat import FlatLayout as FlatLayout
 from .flat import ReduceLayout as ReduceLayout
@@ -20,18 +23,8 @@ from .gather import groups_messages as groups_messages
 from .gather import plan_gather as plan_gather
 from .gather import secondary_layout as secondary_layout
 from .gather import sends_in_pairs as sends_in_pairs
-from .memory import Candidate as Candidate
 from .memory import Term as Term
 from .memory import UnitMemory as UnitMemory
-from .memory import backward_terms as backward_terms
-from .memory import buffer_terms as buffer_terms
-from .memory import choose_resident as choose_resident
-from .memory import forward_terms as forward_terms
-from .memory import leading_within as leading_within
-from .memory import peak as peak
-from .memory import resharding_terms as resharding_terms
-from .memory import sending_terms as sending_terms
-from .memory import shard_terms as shard_terms
 from .memory import total as total
 from .shard import Piece as Piece
 from .shard import ShardLayout as ShardLayout

@@ -1,14 +1,15 @@
-"""The expected bytes of a unit, from its layouts (layout/memory.py), dtypes and optimizer."""
+"""The expected bytes of a model: at rest, from layouts, dtypes and optimizer; at its peak, from the planner's
+simulation of a step (plan/moments.py)."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from .._torch import local_of
@@ -16,9 +17,15 @@ from ..comm import DataGroup, communicators, direct_of
 from ..engine import Unit
 from ..engine.root import formed
 from ..engine.state_dict import standing_parameter as standing
-from ..layout import FlatLayout, Term, UnitMemory, peak, secondary_layout
+from ..layout import FlatLayout, GatherPlan, Term, UnitMemory, secondary_layout
 from ..param.initial import table_nbytes
+from ..plan.description import Parameter, UnitShape
+from ..plan.moments import Place, largest
+from ..plan.simulation import record_of
+from ..plan.strategy import Group, Limits
+from ..plan.strategy import Unit as PlannedUnit
 from ..policy import Options
+from ..schedule import UnitRecord
 
 
 @dataclass(frozen=True)
@@ -63,39 +70,96 @@ def _kept_layout(unit: Unit, position: int) -> FlatLayout | None:
     return secondary_layout(group.pack, group.plan, block.group.world)
 
 
-def _memory(unit: Unit, position: int, name: str) -> UnitMemory:
-    group = unit.groups[position]
-    precision = group.precision
-    is_outer = unit.root.units[0] is unit if unit.root is not None else name == ""
-    keeps = unit.settings.reshard_after_forward is False or (unit.settings.reshard_after_forward is None and is_outer)
-    keeps = keeps or unit.record.plan.resident
+def _planned(unit: Unit, position: int, name: str) -> Group:
+    """A param group as the planner knows one."""
+    group, links = unit.groups[position], unit.links[position]
+    precision, pack, plan = group.precision, group.pack, group.plan
+    strategy = unit.channels.strategy
+    if strategy == "torch" and len(plan.direct) + bool(plan.packed) > 1:
+        plan = GatherPlan(direct=(), packed=pack.order)
     # In a window, or after micro-batches that left their gradients here.
     held = unit.gradients.window_open or not unit.record.plan.sync
     # Before the root forms, `links` does not say yet whether there are several nodes.
-    links = unit.links[position]
     exchanged = links.exchanges
-    sums_here = exchanged and group.placing.world > 1
-    layouts = [segment.layout for segment in group.pack.segments]
-    direct = direct_of(links, unit.channels.strategy, layouts, group.plan.direct, precision.wire.itemsize)
-    return UnitMemory(
-        name or "root",
-        group.pack,
-        group.plan,
+    memory = UnitMemory(
+        name,
+        pack,
+        plan,
         precision.storage.itemsize,
         precision.compute.itemsize,
         (precision.wire if exchanged and not held else precision.reduce).itemsize,
-        reshard=not keeps,
-        outer=is_outer,
         exchanges=exchanged,
         replicas=_replicas(unit, position),
-        sum_itemsize=(precision.sum if sums_here else precision.reduce).itemsize,
+        sum_itemsize=(precision.sum if exchanged and group.placing.world > 1 else precision.reduce).itemsize,
         kept=_kept_layout(unit, position),
-        direct_gradients=direct,
-        frozen=not any(standing(param).requires_grad for param in group.params),
         held_itemsize=precision.reduce.itemsize if held else 0,
         offloaded=unit.host_link is not None,
         stays=unit.settings.keeps_storage,
     )
+    parameters = tuple(
+        Parameter(param.name, tuple(shard.shape), str(precision.storage), shard.requires_grad)
+        for param, shard in ((param, standing(param)) for param in group.params)
+    )
+    trained = [i for i, parameter in enumerate(parameters) if parameter.trainable]
+    sent = None
+    if trained:
+        segments = [pack.segments[i] for i in trained]
+        layouts, names = [segment.layout for segment in segments], [segment.name for segment in segments]
+        gathered = {place for place, i in enumerate(trained) if i in group.plan.direct}
+        direct = direct_of(links, strategy, layouts, gathered, precision.wire.itemsize)
+        sent_pack = FlatLayout.build(layouts, pack.align_numel, names=names, first=direct)
+        sent = replace(memory, pack=sent_pack, direct_gradients=direct, kept=None)
+    return Group(memory, sent, parameters, 0, tuple(segment.name for segment in pack.segments))
+
+
+def _unit(unit: Unit, name: str) -> PlannedUnit:
+    groups = tuple(_planned(unit, position, name or "root") for position in range(len(unit.groups)))
+    parameters = tuple(parameter for group in groups for parameter in group.parameters)
+    is_outer = unit.root.units[0] is unit if unit.root is not None else name == ""
+    keeps = unit.settings.reshard_after_forward is False or (unit.settings.reshard_after_forward is None and is_outer)
+    part = next((links.block.group.world for links in unit.links if links.block is not None), 0)
+    return PlannedUnit(UnitShape(name, "", parameters), groups, keeps, part)
+
+
+def _records(found: Sequence[tuple[str, Unit]], planned: Sequence[PlannedUnit]) -> list[UnitRecord]:
+    """What the rules read about the units: their settings and facts, and what the user asked of their gathers."""
+    records = [record_of(unit, i) for i, unit in enumerate(planned)]
+    made = {unit.record: record for (_, unit), record in zip(found, records, strict=True)}
+    for (_, unit), record in zip(found, records, strict=True):
+        plan = unit.record.plan
+        record.plan.resident = plan.resident
+        record.plan.reshard_after_backward = plan.reshard_after_backward
+        record.plan.gathers_in_backward = plan.gathers_in_backward
+        record.plan.forward_prefetch = tuple(made[r] for r in plan.forward_prefetch if r in made)
+        record.plan.backward_prefetch = tuple(made[r] for r in plan.backward_prefetch if r in made)
+    return records
+
+
+def _places(model: nn.Module, found: Sequence[tuple[str, Unit]]) -> list[Place]:
+    """Where units run: inside the forward of the innermost unit that has their module. What an outer unit has after
+    the modules of those inside is used after them."""
+    number = {module: i for i, module in enumerate(model.modules())}
+    inside = []
+    for _, unit in found:
+        around = [place for place, (_, other) in enumerate(found) if _has(other, unit)]
+        inside.append(max(around, key=lambda place: number[found[place][1].module], default=-1))
+    places = []
+    for place, (_, unit) in enumerate(found):
+        first = min((number[found[i][1].module] for i, outer in enumerate(inside) if outer == place), default=None)
+        every = [
+            (standing(param).numel() * group.precision.compute.itemsize, param)
+            for group in unit.groups
+            for param in group.params
+            if standing(param).requires_grad
+        ]
+        early = 0 if first is None else sum(n for n, p in every if any(number[s.module] > first for s in p.slots))
+        places.append(Place(inside[place], early / max(1, sum(n for n, _ in every))))
+    return places
+
+
+def _has(outer: Unit, unit: Unit) -> bool:
+    """Whether the module of `unit` is inside a module of `outer`."""
+    return outer is not unit and any(unit.module in module.modules() for module in outer.modules)
 
 
 def expected_of(unit: Unit, position: int, optimizer: Held | None) -> Bytes:
@@ -169,26 +233,71 @@ def communicator_terms(found: Sequence[tuple[str, Unit]]) -> tuple[Term, ...]:
     )
 
 
-def expected_peak(found: Sequence[tuple[str, Unit]], options: Options) -> tuple[str, tuple[Term, ...]]:
+def expected_peak(
+    model: nn.Module, found: Sequence[tuple[str, Unit]], options: Options
+) -> tuple[str, tuple[Term, ...]]:
     """The moment of the peak of parameters, gradients and messages, and its terms."""
     root = formed(found[0][1])
     order = [record.name for record in root.run.forward_plan] if root is not None else []
     # In the order of the last run, else in definition order.
     placed = sorted(found, key=lambda item: order.index(n) if (n := item[1].record.name) in order else -1)
-    memories = [_memory(unit, i, name) for name, unit in placed for i in range(len(unit.groups))]
-    if not memories:
-        return "never", ()
+    planned = [_unit(unit, name) for name, unit in placed]
     chosen = (found[0][1] if root is None else root.units[0]).settings
     default = options.send_buffers_on(found[0][1].device.type)
     buffers = [count for _, unit in found if (count := unit.settings.controls.send_buffers or default) is not None]
-    moment, terms = peak(
-        memories,
-        prefetch_depth=options.prefetch_depth,
-        reductions_in_flight=options.reductions_in_flight,
-        send_buffers=min(buffers, default=None),
-        prefetch_nbytes=chosen.prefetch_nbytes,
-        gradient_nbytes=chosen.gradient_nbytes,
+    limits = Limits(
+        options.prefetch_depth,
+        chosen.prefetch_nbytes,
+        options.reductions_in_flight,
+        min(buffers, default=None),
+        chosen.gradient_nbytes,
     )
+    places, records = _places(model, placed), _records(placed, planned)
+    moment, counted = largest(planned, places, limits, records)
+    words = _Words(moment, planned, places, records)
+    terms = [words.term(kind, name, nbytes) for kind, name, nbytes in counted]
     device = found[0][1].device
     table = 0 if device.type == "cpu" else table_nbytes(device)
     return moment, (*terms, *([Term("table of the digests of initial values", table)] if table else []))
+
+
+_NAMES = {
+    "parameters": "shards",
+    "gradients of shards": "reduced shards",
+    "held gradients": "held gradients",
+    "kept parts": "kept part",
+    "staging": "staging",
+    "gradients": "gradients",
+    "messages": "reduction",
+}
+
+
+class _Words:
+    """The terms of a moment, in the words of docs/engine.md."""
+
+    def __init__(
+        self, moment: str, planned: Sequence[PlannedUnit], places: Sequence[Place], records: Sequence[UnitRecord]
+    ) -> None:
+        self._positions = {unit.shape.title: position for position, unit in enumerate(planned)}
+        self._stays = {unit.shape.title for unit in planned if unit.staying_nbytes}
+        outer = {place.inside for place in places}
+        self._lasts = {r.name for r in records if r.plan.resident and not r.plan.trainable}
+        self._keeps = {
+            r.name for r in records if r.plan.resident or not r.plan.reshard_after_forward or r.index in outer
+        }
+        phase, _, self._current = moment.partition(" ")
+        self._is_forward = phase == "forward"
+
+    def term(self, kind: str, name: str, nbytes: int) -> Term:
+        if kind != "full parameters":
+            return Term(f"{_NAMES[kind]} of {name}", nbytes)
+        if name in self._stays:
+            return Term(f"storage of full {name}", nbytes)
+        if name == self._current:
+            return Term(f"full {name}", nbytes)
+        return Term(f"full {name} ({'next' if self._is_next(name) else 'kept'})", nbytes)
+
+    def _is_next(self, name: str) -> bool:
+        """Whether `name` is gathered ahead of its use."""
+        later = self._positions[name] > self._positions.get(self._current, -1)
+        return (later and name not in self._lasts) if self._is_forward else not later and name not in self._keeps

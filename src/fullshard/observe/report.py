@@ -1,7 +1,7 @@
 """`report(model, optimizer)`: the units of a model, its unsharded tensors, and the bytes of this rank.
 
-Expected bytes are computed from layouts (layout/memory.py); measured bytes are counted from the memory that tensors
-hold now. Nothing is communicated or changed; it works on the meta device, and before the first forward.
+Expected bytes are computed from layouts and the rules (expected.py); measured bytes are counted from the memory that
+tensors hold now. Nothing is communicated or changed; it works on the meta device, and before the first forward.
 """
 
 from __future__ import annotations
@@ -256,7 +256,7 @@ def report(model: nn.Module, optimizer: Optimizer | None = None) -> Report:
     unsharded = _unsharded(model, [unit for _, unit in found])
     first = found[0][1]
     options = first.root.options if first.root is not None else Options.current()
-    moment, terms = expected_peak(found, options)
+    moment, terms = expected_peak(model, found, options)
     folders = [recorded_in(root) for root in {formed(unit): None for _, unit in found} if isinstance(root, Root)]
     pools = {root.shared for root in (formed(unit) for _, unit in found) if root is not None}
     return Report(

@@ -88,7 +88,8 @@ class Bytes:
         self.kinds = dict.fromkeys(KINDS, 0.0)
         self.total = 0.0
         self.most = 0.0
-        self.at_most: list[tuple[str, float]] = []
+        # (kind, unit, bytes) when there was most.
+        self.at_most: list[tuple[str, str, float]] = []
         self.peak: tuple[float, ...] = (0.0,) * len(KINDS)
         self.is_new_peak = False
 
@@ -122,20 +123,20 @@ class Bytes:
         """Note what is there, which is more than ever."""
         self.most, self.is_new_peak = self.total, True
         self.peak = tuple(self.kinds.values())
-        self.at_most = [(f"{kind} {name}".strip(), nbytes) for (kind, name), nbytes in self.there.items() if nbytes > 0]
+        self.at_most = [(kind, name, nbytes) for (kind, name), nbytes in self.there.items() if nbytes > 0]
 
 
 class Pool:
     """Message buffers; on a CPU they are kept, as in `comm/pool.py`."""
 
     def __init__(self, counted: Bytes, *, keep: bool) -> None:
-        self._counted, self._keep = counted, keep
+        self._counted, self.keeps = counted, keep
         self._free: Counter[Hashable] = Counter()
 
     def take(self, kind: str, name: str, key: Hashable, nbytes: float) -> None:
         if not nbytes:
             return
-        if self._keep:
+        if self.keeps:
             if self._free[key]:
                 self._free[key] -= 1
                 return
@@ -145,7 +146,7 @@ class Pool:
     def give(self, kind: str, name: str, key: Hashable, nbytes: float) -> None:
         if not nbytes:
             return
-        if self._keep:
+        if self.keeps:
             self._free[key] += 1
         else:
             self._counted.add(kind, name, -nbytes)

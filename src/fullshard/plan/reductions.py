@@ -4,17 +4,14 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 
 from ..layout import UnitMemory
 from ..layout.memory import DOWNLOADS_IN_FLIGHT
 from .account import Bytes, Pool
 from .clock import Clock
-from .strategy import Group, Strategy, Unit
-
-# Send buffers at once on a device, and reductions under way on a CPU (policy/options.py).
-SEND_BUFFERS, REDUCTIONS_IN_FLIGHT = 1, 2
+from .strategy import Group, Limits, Strategy, Unit
 
 
 @dataclass
@@ -28,32 +25,82 @@ class Flight:
     stage: int = 0
     cast: float = 0.0
 
+    @property
+    def held_nbytes(self) -> float:
+        """Bytes of its message over the shards, at both ends."""
+        sent = self.group.sent
+        return 0.0 if sent is None or self.stage else sent.send_nbytes + sent.receive_nbytes + self.cast
+
+    @property
+    def has_next(self) -> bool:
+        """Whether a message among the replicas follows."""
+        return not self.stage and self.group.sent is not None and self.group.sent.replicas > 1
+
 
 class Reductions:
-    """Those under way: `sharing` over the shards, then `replicating` among the replicas. `keeps`: as on a CPU, where a
-    message is sent before the oldest is waited for."""
+    """Those under way: `sharing` over the shards, then `replicating` among the replicas. `waiting`: bytes of gradients
+    of the running backward that are not sent yet, where they are limited."""
 
     def __init__(
-        self, strategy: Strategy, counted: Bytes, host: Bytes, pool: Pool, clock: Clock, *, keeps: bool
+        self, strategy: Strategy, limits: Limits, counted: Bytes, host: Bytes, pool: Pool, clock: Clock
     ) -> None:
-        self.strategy, self.bytes, self.pool, self.clock, self.keeps = strategy, counted, pool, clock, keeps
-        self.host = host
+        self.strategy, self.limits = strategy, limits
+        self.bytes, self.host, self.pool, self.clock = counted, host, pool, clock
+        self.waiting: dict[str, float] = {}
         self.sharing: deque[Flight] = deque()
         self.replicating: deque[Flight] = deque()
         self.downloads: deque[tuple[str, float]] = deque()
 
     def make_room(self) -> None:
-        """Before a message is made: on a device there is one send buffer."""
-        if self.keeps:
+        """Before a message is made: wait for a send buffer, if their number is limited."""
+        buffers = self.limits.send_buffers
+        if buffers is None:
             return
-        while len(self.sharing) >= SEND_BUFFERS:
+        while len(self.sharing) >= buffers:
             self.advance(self.sharing)
-        while sum(f.group.memory.pack.world == 1 for f in self.replicating) + len(self.sharing) >= SEND_BUFFERS:
+        while sum(f.group.memory.pack.world == 1 for f in self.replicating) + len(self.sharing) >= buffers:
             self.advance(self.replicating)
 
     def limit(self) -> None:
-        """After the messages of a unit: on a CPU, wait for all but the latest."""
-        while self.keeps and len(self.sharing) > REDUCTIONS_IN_FLIGHT:
+        """After the messages of a unit: wait for all but the latest."""
+        while self.limits.send_buffers is None and len(self.sharing) > self.limits.reductions_in_flight:
+            self.advance(self.sharing)
+        if self.limits.gradient_nbytes is not None:
+            self._shrink(self.limits.gradient_nbytes)
+
+    def limited(self, unit: Unit, nbytes: float) -> Iterator[float]:
+        """`nbytes` of gradients of `unit` as they come: one by one if bytes are limited, where each waits for room."""
+        limit, name = self.limits.gradient_nbytes, unit.shape.title
+        if limit is None:
+            yield nbytes
+            return
+        sizes = [
+            segment.layout.numel * group.sent.compute_itemsize
+            for group in unit.groups
+            if group.sent is not None
+            for segment in group.sent.pack.segments
+        ]
+        largest, left = float(max(sizes, default=0)), nbytes
+        self._shrink(limit - largest)
+        for size in reversed(sizes):
+            part = min(float(size), left)
+            left -= part
+            self.waiting[name] = self.waiting.get(name, 0.0) + part
+            yield part
+            if left:
+                self._shrink(limit - largest)
+
+    def take(self, unit: Unit) -> None:
+        """The gradients of `unit` are about to be sent: their message, when it arrived, takes as much memory again."""
+        if self.limits.gradient_nbytes is not None:
+            self._shrink(self.limits.gradient_nbytes - self.waiting.get(unit.shape.title, 0.0))
+            self.waiting.pop(unit.shape.title, None)
+
+    def _shrink(self, nbytes: float) -> None:
+        """Wait for the oldest messages until gradients and messages fit into `nbytes`."""
+        while self.sharing and not self.sharing[0].has_next:
+            if sum(self.waiting.values()) + sum(flight.held_nbytes for flight in self.sharing) <= nbytes:
+                return
             self.advance(self.sharing)
 
     def finish(self) -> None:
@@ -104,7 +151,7 @@ class Reductions:
             flight.stage = 1
             flight.arrives = self._all_reduce(group)
             self.replicating.append(flight)
-            while len(self.replicating) > REDUCTIONS_IN_FLIGHT:
+            while len(self.replicating) > self.limits.reductions_in_flight:
                 self.advance(self.replicating)
         return own - leaving
 
@@ -155,7 +202,7 @@ class Reductions:
                 flight.stage = 1
                 flight.arrives = self._all_reduce(group)
                 self.replicating.append(flight)
-                while len(self.replicating) > REDUCTIONS_IN_FLIGHT:
+                while len(self.replicating) > self.limits.reductions_in_flight:
                     self.advance(self.replicating)
                 return
         self._collect(flight)
@@ -171,15 +218,16 @@ class Reductions:
         sent = group.sent
         assert sent is not None
         result = float(sent.reduced_nbytes)
-        wider = sent.pack.world > 1 and sent.sum_itemsize != sent.storage_itemsize
-        if sent.pack.world == 1:
+        alone = sent.pack.world == 1
+        # The result is in the memory of the sum, unless its dtype is another, or a pool keeps that memory.
+        copied = sent.sum_itemsize != sent.storage_itemsize or (alone and self.pool.keeps)
+        if copied:
             self.bytes.add("gradients of shards", name, result)
+        if alone:
             self.pool.give("messages", name, self._key("send", group), sent.send_nbytes)
-        elif wider:
-            self.bytes.add("gradients of shards", name, result)
-            self.bytes.add("messages", name, -flight.cast)
         else:
             self.bytes.add("messages", name, -flight.cast)
+        if not copied:
             self.bytes.add("gradients of shards", name, result)
         self._to_host(sent, name)
 

@@ -16,7 +16,10 @@ from .clock import AXES, Clock
 from .machine import Hardware
 from .reductions import Reductions
 from .spans import Span, Step
-from .strategy import OPTIMIZERS, Group, Optimizer, Strategy, Unit
+from .strategy import OPTIMIZERS, Group, Limits, Optimizer, Strategy, Unit
+
+# Send buffers at once on a device (policy/options.py).
+SEND_BUFFERS = 1
 
 
 def simulate(
@@ -30,15 +33,29 @@ def simulate(
 class Simulation:
     """One rank. Each command has a method of its name, as in the executor."""
 
-    def __init__(self, units: Sequence[Unit], strategy: Strategy, hardware: Hardware, buffer_nbytes: float) -> None:
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        strategy: Strategy,
+        hardware: Hardware,
+        buffer_nbytes: float = 0.0,
+        *,
+        limits: Limits | None = None,
+        records: Sequence[UnitRecord] | None = None,
+    ) -> None:
+        """`limits`: None for those that the engine has on such hardware. `records`: of `units`, with what the rules
+        read about them."""
+        if limits is None:
+            limits = Limits(strategy.prefetch_depth, send_buffers=None if hardware.blocking else SEND_BUFFERS)
         self.units, self.strategy = units, strategy
-        self.schedule = RunRecord([_record(unit, i) for i, unit in enumerate(units)])
-        self.schedule.prefetch_depth = strategy.prefetch_depth
+        self.schedule = RunRecord(list(records or map(record_of, units, range(len(units)))))
+        self.schedule.prefetch_depth = limits.prefetch_depth
+        self.schedule.prefetch_nbytes = limits.prefetch_nbytes
         # On the device, and in host memory.
         self.bytes, self.host = Bytes(), Bytes()
         self.pool = Pool(self.bytes, keep=hardware.blocking)
         self.clock = Clock(hardware, _itemsize(units, strategy))
-        self.reductions = Reductions(strategy, self.bytes, self.host, self.pool, self.clock, keeps=hardware.blocking)
+        self.reductions = Reductions(strategy, limits, self.bytes, self.host, self.pool, self.clock)
         self.measured = False
         self.phase = ""
         # By index of the unit: when its gather arrives; bytes of gradients that no command took yet.
@@ -52,6 +69,7 @@ class Simulation:
                 there = self.host if group.memory.offloaded else self.bytes
                 there.add("parameters", unit.shape.title, group.memory.shard_nbytes)
                 there.add("optimizer", unit.shape.title, group.state_nbytes)
+            self.bytes.add("full parameters", unit.shape.title, unit.staying_nbytes)
         self.bytes.add("buffers", "", buffer_nbytes)
 
     @property
@@ -72,8 +90,8 @@ class Simulation:
                 # Between the first and the last of a window all are alike: one stands for the others.
                 if 1 < window < windows - 1:
                     continue
-                for record in self.schedule.units:
-                    record.plan.sync = window == windows - 1 or self.strategy.send_each
+                for unit, record in zip(self.units, self.schedule.units, strict=True):
+                    record.plan.sync = window == windows - 1 or not unit.holds_gradients
                 before = self._figures()
                 self._pass(step)
                 if window == 1 and windows > 3:
@@ -81,7 +99,8 @@ class Simulation:
             self._optimize()
         found = self.found
         found.seconds = self.clock.now
-        found.terms = sorted(self.bytes.at_most, key=lambda term: -term[1])
+        at_most = ((f"{kind} {name}".strip(), nbytes) for kind, name, nbytes in self.bytes.at_most)
+        found.terms = sorted(at_most, key=lambda term: -term[1])
         on_host = zip(KINDS, self.host.peak, strict=True)
         found.on_host = tuple((kind, nbytes) for kind, nbytes in on_host if nbytes)
         return found
@@ -132,6 +151,9 @@ class Simulation:
         elif kind == "pre_backward":
             self.phase = f"backward {name}"
             self._do(rules.pre_backward(run, record))
+        elif kind == "gradients":
+            # Of its own parameters, after the backward of units inside it. The rules are not asked.
+            self.phase = f"backward {name}"
         elif kind == "grads_ready":
             self._do(rules.grads_ready(run, record))
         elif kind == "inputs_reached":
@@ -152,12 +174,18 @@ class Simulation:
             self.bytes.set("loss", "", 0.0)
             self.bytes.set("activations", "", min(there, self.bytes.nbytes("activations", "")))
             for index, nbytes in span.gradients:
-                self.gradients[index] += nbytes * share
-                self.bytes.add("gradients", self.schedule.units[index].name, nbytes * share)
+                if share:
+                    self._come(self.units[index], self.schedule.units[index], nbytes * share)
             loss = min(span.loss, there)
             self.bytes.set("activations", "", there - loss)
             self.bytes.set("loss", "", loss)
             self._note(when)
+
+    def _come(self, unit: Unit, record: UnitRecord, nbytes: float) -> None:
+        """Gradients of `unit`, one after the other where they are limited."""
+        for part in self.reductions.limited(unit, nbytes) if record.plan.sync else (nbytes,):
+            self.gradients[record.index] += part
+            self.bytes.add("gradients", record.name, part)
 
     def _note(self, when: float | None = None) -> None:
         """A moment for the picture, `when` or now; and the peak, if it came since the last one."""
@@ -205,7 +233,7 @@ class Simulation:
         kept = self.bytes.nbytes("kept parts", name) > 0
         for group in unit.groups:
             memory = group.memory
-            self.bytes.add("full parameters", name, memory.full_nbytes - memory.arriving_nbytes)
+            self.bytes.add("full parameters", name, memory.transient_nbytes - memory.arriving_nbytes)
             staging = memory.secondary_staging_nbytes if kept else memory.staging_nbytes
             if memory.full_nbytes:
                 # Packed parameters are copied out; one rank casts.
@@ -216,7 +244,7 @@ class Simulation:
         self.bytes.clear("kept parts", name)
 
     def _reshard(self, unit: Unit, record: UnitRecord) -> None:
-        self.bytes.clear("full parameters", unit.shape.title)
+        self.bytes.set("full parameters", unit.shape.title, unit.staying_nbytes)
         self.bytes.clear("kept parts", unit.shape.title)
 
     def _cancel(self, unit: Unit, record: UnitRecord) -> None:
@@ -232,7 +260,7 @@ class Simulation:
         kept = sum(group.memory.kept_nbytes for group in unit.groups)
         self.bytes.add("kept parts", unit.shape.title, kept)
         self.clock.copy(2 * kept)
-        self.bytes.clear("full parameters", unit.shape.title)
+        self.bytes.set("full parameters", unit.shape.title, unit.staying_nbytes)
 
     # ---- gradients -------------------------------------------------------------------------------------------
 
@@ -244,6 +272,7 @@ class Simulation:
     def _reduce(self, unit: Unit, record: UnitRecord) -> None:
         name = unit.shape.title
         self.gradients[record.index] = 0.0
+        self.reductions.take(unit)
         held = self.bytes.nbytes("held gradients", name) > 0
         if held:
             self.touched.append(name)
@@ -331,7 +360,8 @@ class Simulation:
         self._note()
 
 
-def _record(unit: Unit, index: int) -> UnitRecord:
+def record_of(unit: Unit, index: int) -> UnitRecord:
+    """What the rules know about `unit`."""
     record = UnitRecord(unit.shape.title, index, reshard_after_forward=not unit.keeps)
     record.empty = not unit.groups
     record.plan.keeps_secondary = bool(unit.part)

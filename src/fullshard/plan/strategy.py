@@ -139,6 +139,20 @@ class Strategy:
 
 
 @dataclass(frozen=True)
+class Limits:
+    """How far gathers run ahead, and how many messages of gradients are under way; as `policy.Options` and
+    `set_memory_budget` say. `prefetch_nbytes`: instead of `prefetch_depth`, in backward too. `send_buffers`: instead of
+    `reductions_in_flight`, how many there are when another message is made. `gradient_nbytes`: of gradients and
+    messages together."""
+
+    prefetch_depth: int = 1
+    prefetch_nbytes: int | None = None
+    reductions_in_flight: int = 2
+    send_buffers: int | None = None
+    gradient_nbytes: int | None = None
+
+
+@dataclass(frozen=True)
 class Group:
     """Parameters of a unit that travel together: of one dtype, and of one dtype of compute. `sent`: those that get
     gradients, as their reduction has them; None if there are none."""
@@ -219,6 +233,21 @@ class Unit:
     def gather_nbytes(self) -> int:
         return sum(g.memory.gather_nbytes + g.memory.uploaded_nbytes for g in self.groups)
 
+    @property
+    def gradient_nbytes(self) -> int:
+        """The full gradients, as autograd makes them."""
+        return sum(g.sent.gradient_nbytes for g in self.groups if g.sent is not None)
+
+    @property
+    def staying_nbytes(self) -> int:
+        """Full parameters whose bytes stay between uses."""
+        return sum(g.memory.full_nbytes for g in self.groups if g.memory.stays)
+
+    @property
+    def holds_gradients(self) -> bool:
+        """Whether the last backward of a window adds to the gradients of earlier ones."""
+        return any(g.sent.held_itemsize for g in self.groups if g.sent is not None)
+
 
 def units_of(model: Model, strategy: Strategy) -> tuple[Unit, ...]:
     """Every unit of the model, the root first."""
@@ -237,7 +266,7 @@ def _unit(shape: UnitShape, outer: bool, strategy: Strategy) -> Unit:
         kinds.setdefault((parameter.dtype, _compute_of(parameter, strategy)), []).append(parameter)
     strategy = replace(strategy, recompute=NONE)
     groups = tuple(
-        _group(shape.title, tuple(found), dtype, not reshard, part, outer, replace(strategy, compute=compute))
+        _group(shape.title, tuple(found), dtype, part, replace(strategy, compute=compute))
         for (dtype, compute), found in kinds.items()
     )
     # Equal layouts are made once; names are those of the first unit that has them.
@@ -255,17 +284,9 @@ def _compute_of(parameter: Parameter, strategy: Strategy) -> str:
     return strategy.compute if strategy.compute and floating and not parameter.kept else parameter.dtype
 
 
-def _group(
-    name: str,
-    parameters: tuple[Parameter, ...],
-    dtype: str,
-    keeps: bool,
-    part: int,
-    outer: bool,
-    strategy: Strategy,
-) -> Group:
+def _group(name: str, parameters: tuple[Parameter, ...], dtype: str, part: int, strategy: Strategy) -> Group:
     shapes = tuple((p.shape, p.placed, p.trainable) for p in parameters)
-    memory, sent = _layouts(shapes, dtype, keeps, part, outer, replace(strategy, micro=1, optimizer="none"))
+    memory, sent = _layouts(shapes, dtype, part, replace(strategy, micro=1, optimizer="none"))
     optimizer = OPTIMIZERS[strategy.optimizer]
     state = 0
     if sent is not None:
@@ -279,12 +300,7 @@ def _group(
 
 @lru_cache(maxsize=4096)
 def _layouts(
-    shapes: tuple[tuple[tuple[int, ...], int, bool], ...],
-    dtype: str,
-    keeps: bool,
-    part: int,
-    outer: bool,
-    strategy: Strategy,
+    shapes: tuple[tuple[tuple[int, ...], int, bool], ...], dtype: str, part: int, strategy: Strategy
 ) -> tuple[UnitMemory, UnitMemory | None]:
     """The memory of one group, and of the part of it that is reduced; as `param/group.py` and `comm/reduce.py`
     decide."""
@@ -321,17 +337,14 @@ def _layouts(
         storage,
         compute,
         wire if exchanges and not held else reduce,
-        reshard=not keeps,
-        outer=outer,
         exchanges=exchanges,
         replicas=strategy.replicas,
         sum_itemsize=summed if sums_here else reduce,
-        kept=secondary_layout(pack, plan, part) if part and not keeps else None,
-        frozen=not any(trainable for _, _, trainable in shapes),
+        kept=secondary_layout(pack, plan, part) if part else None,
         held_itemsize=held,
         offloaded=strategy.offload,
     )
-    if memory.frozen:
+    if not any(trainable for _, _, trainable in shapes):
         return memory, None
     chosen = [shape for shape in shapes if shape[2]]
     positions = [i for i, shape in enumerate(shapes) if shape[2]]
