@@ -46,6 +46,7 @@ from torch.distributed.distributed_c10d import _world
 
 import fullshard
 from fullshard import checkpoint
+from tests.harness.failing_places import PLACES, Fault
 from tests.harness.pool import pool
 
 Counts = dict[str, int]
@@ -157,20 +158,6 @@ class Block(nn.Module):
         return self.norm(x + self.down(torch.tanh(self.up(x))))
 
 
-class Fault(RuntimeError):
-    """Raised on purpose."""
-
-
-class _Explode(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
-        raise Fault("backward")
-
-
 class Soak:
     """One rank's model and optimizer, and a turn with them."""
 
@@ -192,7 +179,7 @@ class Soak:
         self._save()
         with fullshard.full_params(self.model):
             assert all(p.isfinite().all() for p in self.model.parameters())
-        for where in ("forward", "backward"):
+        for where in ("after", "gradient of the output"):
             self._fail(where)
             self._step(1)
         self._micro_batches()
@@ -237,14 +224,7 @@ class Soak:
 
     def _fail(self, where: str) -> None:
         """Caught, and nothing is cleaned up: the next step is on its own."""
-
-        def hook(module: nn.Module, args: object, output: Tensor) -> Tensor:
-            if where == "forward":
-                raise Fault("forward")
-            out: Tensor = _Explode.apply(output)
-            return out
-
-        handle = self.model[1].register_forward_hook(hook)
+        disarm = PLACES[where].arm(self.model[1], Fault)
         try:
             self._loss(self._inputs()).backward()
         except Fault:
@@ -252,7 +232,7 @@ class Soak:
         else:
             raise AssertionError("expected the step to fail")
         finally:
-            handle.remove()
+            disarm()
 
     def _micro_batches(self) -> None:
         inputs = self._inputs()
@@ -290,18 +270,9 @@ class Soak:
             optimizer.step()
             optimizer.zero_grad()
         # Dropped in the middle of a step.
-        model[2].register_forward_hook(_explode if self.turns % 3 else _raise)
+        PLACES["gradient of the output" if self.turns % 3 else "after"].arm(model[2], Fault)
         with suppress(Fault):
             model(self._inputs()).float().pow(2).mean().backward()
-
-
-def _raise(_module: nn.Module, _args: object, _output: Tensor) -> None:
-    raise Fault("forward")
-
-
-def _explode(_module: nn.Module, _args: object, output: Tensor) -> Tensor:
-    out: Tensor = _Explode.apply(output)
-    return out
 
 
 def _resident(nbytes: int) -> mmap.mmap:

@@ -27,6 +27,7 @@ from fullshard.engine.root import module_units
 from fullshard.param import ShardedParam
 from tests.harness.behaviours import behaviour
 from tests.harness.errors import RanksFailed
+from tests.harness.failing_places import PLACES, Fault
 from tests.harness.implementations import FULLSHARD, Implementation, for_each_implementation
 from tests.harness.models import seeded
 from tests.harness.threads import run_ranks
@@ -36,20 +37,6 @@ WORLD = 2
 
 
 _collecting = threading.Lock()
-
-
-class Fault(RuntimeError):
-    """Raised on purpose."""
-
-
-class _Explode(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
-        raise Fault("backward")
 
 
 class _Identity(nn.Module):
@@ -193,13 +180,7 @@ def _fails(where: str) -> Callable[[int, Implementation], nn.Module]:
         model = shard(seeded(Model), impl)
         _train(model, rank, steps=1)
 
-        def hook(_module: nn.Module, _args: object, output: Tensor) -> Tensor:
-            if where == "forward":
-                raise Fault(where)
-            exploding: Tensor = _Explode.apply(output)
-            return exploding
-
-        model.layers[1].register_forward_hook(hook)
+        PLACES[where].arm(model.layers[1], Fault)
         with suppress(Fault):
             model(part(batch(WORLD, 0), rank)).sum().backward()
             raise AssertionError("expected the step to fail")
@@ -244,8 +225,8 @@ USES: dict[str, Callable[[int, Implementation], nn.Module]] = {
     "recomputed": lambda rank, impl: _plain(rank, impl, recomputed(False)),
     "recomputed_reentrant": lambda rank, impl: _plain(rank, impl, recomputed(True)),
     "skipping": lambda rank, impl: _plain(rank, impl, Skipping),
-    "fails_in_forward": _fails("forward"),
-    "fails_in_backward": _fails("backward"),
+    "fails_in_forward": _fails("after"),
+    "fails_in_backward": _fails("gradient of the output"),
     "graph_kept": _graph_kept,
     "saved_and_loaded": _saved_and_loaded,
 }
@@ -264,7 +245,7 @@ def _stepping_in_backward(rank: int, fails: bool = False) -> nn.Module:
     fullshard.step_in_backward(model, optimizer)
     _train(model, rank, optimizer=optimizer)
     if fails:
-        model.layers[0].register_forward_hook(lambda _module, _args, output: _Explode.apply(output))
+        PLACES["gradient of the output"].arm(model.layers[0], Fault)
     with suppress(Fault):
         model(part(batch(WORLD, 0), rank)).sum().backward()
     return model

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
 
 import pytest
-import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import nn
 
 from fullshard.policy import use_options
+from tests.harness.failing_places import PLACES, Fault
 from tests.harness.models import Trained
 from tests.harness.parity import Ours, assert_same_bits, train_alone, train_beside_oracle
 from tests.harness.random_models import (
@@ -103,57 +102,30 @@ def test_models_that_were_wrong_once(name: str) -> None:
 # ---- steps that raise ----------------------------------------------------------------------------------------
 
 
-class Raised(RuntimeError):
-    """Raised on purpose."""
-
-
 @dataclass(frozen=True)
-class Fault:
+class Failing:
     """`module` raises in one extra micro-batch, which comes before micro-batch `micro` of `step`."""
 
     module: str
-    where: Literal["before", "after", "backward"]
+    place: str
     step: int
     micro: int
     sync: bool
 
 
-class _Explode(torch.autograd.Function):
-    """Identity whose backward raises."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
-        raise Raised("backward")
-
-
-def _break(module: nn.Module, where: str) -> Any:
-    def fail(*_: Any) -> None:
-        raise Raised("forward")
-
-    if where == "before":
-        return module.register_forward_pre_hook(fail)
-    if where == "after":
-        return module.register_forward_hook(fail)
-    return module.register_forward_hook(lambda _module, _args, out: _Explode.apply(out) if out.requires_grad else None)
-
-
-def _raises(spec: ModelSpec, model: nn.Module, fault: Fault, rank: int) -> bool:
+def _raises(spec: ModelSpec, model: nn.Module, fault: Failing, rank: int) -> bool:
     """Run the micro-batch that is to fail; whether it did."""
-    handle = _break(model.get_submodule(fault.module), fault.where)
+    disarm = PLACES[fault.place].arm(model.get_submodule(fault.module), Fault)
     try:
         loss(spec, model, fault.step, 7, rank).backward()
-    except Raised:
+    except Fault:
         return True
     finally:
-        handle.remove()
+        disarm()
     return False
 
 
-def _train_with_fault(rank: int, spec: ModelSpec, fault: Fault, steps: int) -> Trained:
+def _train_with_fault(rank: int, spec: ModelSpec, fault: Failing, steps: int) -> Trained:
     ours = Ours(spec, local=True)
     for step in range(steps):
         for micro, reduces in enumerate(spec.sync):
@@ -168,12 +140,12 @@ def _train_with_fault(rank: int, spec: ModelSpec, fault: Fault, steps: int) -> T
 
 
 @st.composite
-def _models_with_faults(draw: st.DrawFn) -> tuple[ModelSpec, Fault]:
+def _models_with_faults(draw: st.DrawFn) -> tuple[ModelSpec, Failing]:
     spec = draw(model_specs())
     modules = [name for name, module in build(spec).named_modules() if not isinstance(module, nn.ModuleList)]
-    return spec, Fault(
+    return spec, Failing(
         module=draw(st.sampled_from(modules)),
-        where=draw(st.sampled_from(["backward", "before", "after"])),
+        place=draw(st.sampled_from(["gradient of the output", "before", "after"])),
         step=draw(st.integers(0, 2)),
         micro=draw(st.integers(0, len(spec.sync) - 1)),
         sync=draw(st.booleans()),
@@ -182,7 +154,7 @@ def _models_with_faults(draw: st.DrawFn) -> tuple[ModelSpec, Fault]:
 
 @examples(3, 80)
 @given(drawn=_models_with_faults(), world=st.integers(2, 3))
-def test_a_step_that_raised_leaves_nothing_behind(drawn: tuple[ModelSpec, Fault], world: int) -> None:
+def test_a_step_that_raised_leaves_nothing_behind(drawn: tuple[ModelSpec, Failing], world: int) -> None:
     """On all ranks a module raises, the caller goes on: bitwise what it would have been without that micro-batch."""
     spec, fault = drawn
     assume(_raises(spec, build(spec), fault, 0))
