@@ -627,7 +627,7 @@ FAULTS: dict[str, tuple[SeededFault, str]] = {
         "unsharded elsewhere",
     ),
     "a root takes another one's message on its own stream": (
-        SeededFault("engine.executor:Executor._advance_oldest", "flight.owner is not self", "False"),
+        SeededFault("engine.executor:Executor._advance_oldest", "if flight.owner is self else", "if True else"),
         "two roots",
     ),
 }

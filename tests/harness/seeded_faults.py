@@ -344,8 +344,8 @@ FAULTS: dict[str, SeededFault] = {
     ),
     "shards are written while they are sent": SeededFault(
         f"{_GATHER}.send",
-        "    if staging is not None and",
-        "    [own.mul_(1) for own in direct.own]\n    if staging is not None and",
+        "        works += self._group.gather_each(outs, pieces)",
+        "        works += self._group.gather_each(outs, pieces)\n        [own.mul_(1) for own in direct.own]",
         _ALONE,
     ),
     "staged parameters are overwritten while they arrive": SeededFault(
