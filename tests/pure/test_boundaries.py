@@ -89,7 +89,7 @@ HOOKS_ALLOWED = {
 }
 
 # The rooms in which no two classes have one name: who follows a step passes through all of them.
-NAMED_ONCE = ("layout", "schedule", "policy", "comm", "param")
+NAMED_ONCE = ("layout", "schedule", "policy", "comm", "param", "peers")
 MAX_LINES = 600
 MAX_ATTRIBUTES = 15
 # Files over the limit, each with the reason that a reader is asked to accept.

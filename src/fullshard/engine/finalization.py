@@ -26,7 +26,7 @@ from .unit import AnyRoot, Shared, Unit
 _WAIT = "call wait() of the GradientReductionHandle that finalize_backward(async_op=True) returned"
 
 
-class Root(AnyRoot, Protocol):
+class FinalizedRoot(AnyRoot, Protocol):
     """What ends a step of a root (root.py)."""
 
     @property
@@ -39,7 +39,7 @@ class Root(AnyRoot, Protocol):
 class GradientReduction:
     """The reductions that `finalize_backward(async_op=True)` left under way. `wait` may be called once."""
 
-    def __init__(self, root: Root) -> None:
+    def __init__(self, root: FinalizedRoot) -> None:
         self._root = weakref.ref(root)
         self._generation = root.run.generation
 
@@ -54,7 +54,7 @@ class GradientReduction:
         root.wait_finalize()
 
 
-def set_manual(unit: Unit, root: Root | None, enabled: bool) -> None:
+def set_manual(unit: Unit, root: FinalizedRoot | None, enabled: bool) -> None:
     """Set whether `finalize_backward` ends a step. `root`: that of `unit`, if one formed."""
     if root is None:
         unit.settings.manual_finalization = enabled
@@ -75,7 +75,7 @@ def set_manual(unit: Unit, root: Root | None, enabled: bool) -> None:
     unit.settings.manual_finalization = ending.manual = enabled
 
 
-def finalize(unit: Unit, root: Root | None, *, asynchronous: bool) -> GradientReduction | None:
+def finalize(unit: Unit, root: FinalizedRoot | None, *, asynchronous: bool) -> GradientReduction | None:
     """End the step of `root`, whose unit is `unit`. Does nothing before the first forward."""
     if root is None:
         return None
@@ -109,7 +109,7 @@ def finalize(unit: Unit, root: Root | None, *, asynchronous: bool) -> GradientRe
     return reduction
 
 
-def refuse_unfinished(root: Root, what: str) -> None:
+def refuse_unfinished(root: FinalizedRoot, what: str) -> None:
     """Raise `RuntimeError` if the gradients of the last step were not handed over. `what` is about to begin."""
     ending = root.run.ending
     if ending.waits:
@@ -142,10 +142,10 @@ def lost_gradients(units: Sequence[Unit], without: Collection[Unit]) -> RuntimeE
 
 
 # Roots whose gradients are under way, by id.
-_under_way: dict[int, weakref.ref[Root]] = {}
+_under_way: dict[int, weakref.ref[FinalizedRoot]] = {}
 
 
-def note_under_way(root: Root) -> None:
+def note_under_way(root: FinalizedRoot) -> None:
     """A backward ended, `finalize_backward` was called, or a step was discarded."""
     ending = root.run.ending
     key = id(root)
@@ -172,14 +172,14 @@ def _refuse_too_early(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[
             )
 
 
-def refuse_below(root: Root) -> None:
+def refuse_below(root: FinalizedRoot) -> None:
     """Raise `RuntimeError` if the setting was made below the root."""
     for unit in root.units[1:]:
         if unit.settings.manual_finalization:
             _expect_root(root, unit, "set_manual_backward_finalization")
 
 
-def _refuse_waiting(root: Root, what: str) -> None:
+def _refuse_waiting(root: FinalizedRoot, what: str) -> None:
     if root.shared.finalizing is not None:
         raise RuntimeError(
             f"{what}: expected no reduction under way of a model that shares buffers (share_comm_ctx), found one; "
@@ -187,7 +187,7 @@ def _refuse_waiting(root: Root, what: str) -> None:
         )
 
 
-def _expect_root(root: Root, unit: Unit, method: str) -> None:
+def _expect_root(root: FinalizedRoot, unit: Unit, method: str) -> None:
     if root.units[0] is not unit:
         raise RuntimeError(
             f"{method}: expected the root module, found {unit.record.name} below it; call it on the root"

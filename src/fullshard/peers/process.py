@@ -75,7 +75,7 @@ def _after_fork() -> None:
 os.register_at_fork(after_in_child=_after_fork)
 
 
-class Event(Protocol):
+class Wakeup(Protocol):
     """The used part of `threading.Event`."""
 
     def set(self) -> None: ...
@@ -93,7 +93,7 @@ class Host:
         """Let other threads continue."""
         time.sleep(seconds)
 
-    def event(self) -> Event:
+    def event(self) -> Wakeup:
         """A new event for waits between threads."""
         return threading.Event()
 

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from .failures import Failures, Fault
-from .process import Event, Host
+from .process import Host, Wakeup
 from .store import Mail, Records, runs
 
 # ---- settings --------------------------------------------------------------------------------------------------------
@@ -191,7 +191,7 @@ class Wait:
         self.since = since if since is not None else time.monotonic() if scope is None else scope.watch.host.now()
         # Why it will never end by itself.
         self.fault: Fault | None = None
-        self._ended: Event | None = None if scope is None or kind == "message" else scope.watch.host.event()
+        self._ended: Wakeup | None = None if scope is None or kind == "message" else scope.watch.host.event()
 
     @property
     def is_over(self) -> bool:
