@@ -237,6 +237,11 @@ def test_without_arguments_all_tests_run_and_with_full_no_line_is_missing(tmp_pa
     assert run.stdout.count("::test_") == 13 and "Left out" not in run.stdout
     run = _session(tmp_path, "def test_alone(): pass\n", "--full")
     assert "Nothing was left out of 1 tests." in run.stdout
+    (tmp_path / "queue").mkdir()
+    run = _session(tmp_path, FAMILIES, "--full", "-p", "tests.harness.queue", f"--queue={tmp_path / 'queue'}")
+    assert "Left out" not in run.stdout
+    (said,) = (tmp_path / "queue").glob("*.left-out")
+    assert said.read_text().startswith("Left out, of 13 tests 8,")
 
 
 @pytest.mark.slow

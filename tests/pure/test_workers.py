@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.workers import ROOT, TIERS, commands, run
+from tests.workers import ROOT, TIERS, commands, note_left_out, run
 
 
 def test_every_tier_is_run_and_threads_after_forks() -> None:
@@ -75,6 +75,18 @@ sys.exit({status})
     printed = capfd.readouterr().out
     assert "worker a True" in printed and "worker b True" in printed
     assert f"a: status {first}; b: status {second}" in printed
+
+
+def test_what_was_left_out_is_said_once_and_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """By the worker that collects all tests; the other one knows of those of threads alone."""
+    for worker, line in (("0", "Left out: 1"), ("1", "Left out: 1, and more")):
+        monkeypatch.setenv("TESTS_WORKER", worker)
+        note_left_out(tmp_path, line)
+    assert run({"a": [sys.executable, "-S", "-c", ""]}, shown="a", folder=tmp_path) == 0
+    *_, said, times = capfd.readouterr().out.splitlines()
+    assert said == "Left out: 1, and more" and times.startswith("a: status 0;")
 
 
 def test_a_worker_that_a_signal_ends_leaves_the_test_and_the_stacks(
