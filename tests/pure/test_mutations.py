@@ -182,6 +182,7 @@ def _are_killed(*arguments: str) -> None:
     assert run.returncode == 0, run.stdout + run.stderr
 
 
+@pytest.mark.hang_after(300)
 def test_a_sample_of_mutations_is_killed() -> None:
     assert len(mutate.sample(MUTATIONS)) >= 10
     _are_killed("--sample", "--jobs", "1")
