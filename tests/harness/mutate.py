@@ -314,7 +314,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.harness.mutate", description="Break each rule; expect red.")
     parser.add_argument("rules", nargs="*", metavar="RULE", help="such as R9 or next_in_backward; default: all")
     parser.add_argument("--in", dest="files", nargs="+", default=[""], metavar="FILE", help="below src/fullshard")
-    parser.add_argument("--tenth", type=int, choices=range(10), help="every tenth of these, from this one on")
+    parser.add_argument("--tenth", type=int, choices=range(10), help="a tenth of these, neighbours in the tables")
     parser.add_argument(
         "--sample", action="store_true", help="of every other file one; tests without a mutation are not run"
     )
@@ -332,7 +332,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if (not options.rules or mutation.rule in options.rules) and mutation.file.startswith(tuple(options.files))
     ]
     if options.tenth is not None:
-        chosen = chosen[options.tenth :: 10]
+        # Neighbours share the tests that are run without a mutation, too.
+        first, last = (len(chosen) * tenth // 10 for tenth in (options.tenth, options.tenth + 1))
+        chosen = chosen[first:last]
     if options.sample:
         # `make test` runs their tests without a mutation, too.
         chosen, runs = sample(chosen), {}
