@@ -51,6 +51,12 @@ def test_what_a_rule_keeps(rule: Rule, expected: list[int]) -> None:
     assert steps(found, rule) == expected
 
 
+def test_what_measured_nothing_is_none_of_the_best() -> None:
+    found = [info(1, m=math.nan), info(2, m=1.0), info(3, m=2.0), info(4)]
+    assert steps(found, Rule(1, best=1, metric="m")) == [2, 4]
+    assert steps(found, Rule(1, best=3, metric="m", mode="max")) == [2, 3, 4]
+
+
 def test_a_rule_keeps_a_whole_one_whatever_it_is_given() -> None:
     """Property, over all small folders: the newest whole one stays, and everything where none is whole."""
     rules = [Rule(1), Rule(2, every=2), Rule(1, best=1, metric="m", mode="max"), Rule(3, 5, 2, "m")]
@@ -138,8 +144,9 @@ def test_the_best_stay_and_what_would_go_can_be_asked_for(tmp_path: Path) -> Non
 def test_what_is_in_use_stays(tmp_path: Path) -> None:
     paths = [save(tmp_path, step) for step in (1, 2)]
     (tmp_path / "alias").symlink_to(tmp_path)
-    with using(str(tmp_path / "alias" / "step-1")):
-        assert checkpoint.retain(tmp_path, keep_last=1) == []
+    for used, pruned in ((tmp_path / "alias", tmp_path), (tmp_path, tmp_path / "alias")):
+        with using(str(used / "step-1")):
+            assert checkpoint.retain(pruned, keep_last=1) == []
     assert checkpoint.retain(tmp_path, keep_last=1) == paths[:1] and not retention._used
 
 

@@ -37,13 +37,13 @@ def test_what_the_system_refuses_is_an_error_on_all_ranks(tmp_path: Path, monkey
     def refuse(*args: object, **kwargs: object) -> None:
         raise PermissionError(13, "Permission denied")
 
+    for step in (1, 2):
+        checkpoint.save({"n": step}, checkpoint_id=tmp_path / f"step-{step}")
+    monkeypatch.setattr(os, "rename", refuse)
+
     def rank_main(rank: int) -> None:
-        for step in (1, 2):
-            checkpoint.save({"n": step}, checkpoint_id=tmp_path / f"step-{step}")
-        with monkeypatch.context() as patch:
-            patch.setattr("fullshard.checkpoint.retention.os.rename", refuse)
-            with pytest.raises(checkpoint.CheckpointIOError, match="removing .*step-1: Permission denied"):
-                checkpoint.retain(tmp_path, keep_last=1, no_dist=False)
+        with pytest.raises(checkpoint.CheckpointIOError, match="removing .*step-1: Permission denied"):
+            checkpoint.retain(tmp_path, keep_last=1, no_dist=False)
 
     run_ranks(2, rank_main)
     assert len(checkpoint.list_checkpoints(tmp_path)) == 2

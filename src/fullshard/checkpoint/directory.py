@@ -23,6 +23,7 @@ from typing import NamedTuple
 
 from .errors import CheckpointBusy, CheckpointDamaged, CheckpointError, CheckpointNotFound
 from .files import Folder, doing
+from .limits import Need, problems, refuse, room_in
 from .manifest import MANIFEST_NAME, MAX_NBYTES, Manifest, is_save_id, parse, parse_json
 
 POINTER_NAME = "CURRENT"
@@ -169,6 +170,15 @@ class Saving:
             folder.close()
             raise
         return made
+
+    def prove_room(self, nbytes: int, num_files: int, largest: int, name: str) -> None:
+        """Raise `CheckpointIOError` if the files of all ranks cannot fit: their bytes, their number, the bytes of the
+        largest, and the longest of their names. What is stored beside them counts as files alone."""
+        # The manifest and the pointer, which replaces one of the same size; and the longest name of the save itself.
+        need = Need(nbytes, num_files + 2, largest, f"{self.name}/{name}")
+        with doing(f"looking for room in {self._folder.path}"):
+            found = problems(self._folder.path, need, room_in(self._folder, LOCK_NAME, largest))
+        refuse(self._folder.path, found)
 
     def sizes(self, names: list[str]) -> list[int]:
         """Sizes of the files that ranks reported as written, as this rank sees them."""

@@ -30,6 +30,7 @@ from .companions import ROOM, TIED, files_of, tied_names
 from .directory import Saving
 from .errors import CheckpointMismatch
 from .files import Folder, WriteFile, doing
+from .hosts import check as check_hosts
 from .manifest import (
     BLOCK_NBYTES,
     MANIFEST_NAME,
@@ -117,6 +118,8 @@ class SaveJob:
         """Write and commit the checkpoint; returns the path of its generation. On an error nothing has changed."""
         try:
             plan = agree(self.messenger, self.what, lambda: self._holdings(mine), self._plan)
+            largest = sum(mine.parts[i][1].nbytes for i in plan["write"][self.messenger.rank])
+            check_hosts(self.messenger, self.what, self.path, plan["folder"], largest)
             done = agree(self.messenger, self.what, lambda: self._write(mine, plan), self._commit)
         finally:
             if self._saving is not None:
@@ -137,6 +140,10 @@ class SaveJob:
         self._merged: Holdings = merge(messages, self.take_first, self.what)
         self._saving = Saving.begin(self.path, uuid.uuid4().hex)
         write = choose_writers(self._merged.held)
+        nbytes = [
+            sum(parts[i].nbytes for i in each) for parts, each in zip(self._merged.held, write, strict=True) if each
+        ]
+        self._saving.prove_room(sum(nbytes), len(nbytes), max(nbytes, default=0), "data-00000.safetensors")
         # Ranks that hold the same part as its writer read it too, because replicas have to be equal.
         compare = [
             sorted({i for i, part in enumerate(parts) if part.nbytes}.difference(written))
