@@ -155,9 +155,14 @@ def test_peers_that_are_missing_are_named() -> None:
 def test_checkpoint() -> None:
     answer = _last_line("benchmarks.checkpoint")
     results = answer["results"]
-    assert isinstance(results, dict)
-    assert set(results["ways"]) == {"fullshard", "no checksums", "dcp", "torch.save", "safetensors"}
-    assert set(results["ways"]["fullshard"]["seconds"]) == {"save", "load", "blocked"}
+    assert isinstance(results, list)
+    (of_two,) = results
+    ways = {"fullshard", "no checksums", "dcp", "torch.save", "safetensors"}
+    for durable in ("synced", "unsynced"):
+        assert set(of_two[durable]) == ways
+        assert set(of_two[durable]["fullshard"]["seconds"]) == {"save", "warm", "cold", "blocked", "saved"}
+        assert of_two[durable]["fullshard"]["written_nbytes"] >= 12 << 20
+    assert set(of_two["price_of_durability"]) == ways
 
 
 @pytest.mark.slow
