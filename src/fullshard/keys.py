@@ -10,7 +10,8 @@ import difflib
 import json
 import math
 import tomllib
-from dataclasses import Field, field
+from collections.abc import Iterable
+from dataclasses import Field, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -112,6 +113,26 @@ def unknown(name: str, value: Any, valid: list[str], what: str) -> ConfigError:
     same_key = [v for v in valid if v.rpartition(".")[2] == name.rpartition(".")[2]]
     nearest = (same_key or difflib.get_close_matches(name, valid, n=1, cutoff=0.0))[0]
     return ConfigError(f"{head}: there is no such {what}; nearest valid: {nearest}")
+
+
+def names_of(sections: Iterable[tuple[str, Any]]) -> list[str]:
+    """Every `section.key` of (name, dataclass of keys) pairs, in their order."""
+    return [f"{name}.{key.name}" for name, keys in sections for key in fields(keys)]
+
+
+def find_key(section: str, keys: Any, name: object, value: Any, valid: list[str]) -> Field[Any]:
+    """The key of a section that is called `name`, or has it as another spelling. Raises `ConfigError`, with the nearest
+    of `valid`."""
+    for key in () if keys is None else fields(keys):
+        if name in (key.name, *key.metadata["spellings"]):
+            return key
+    raise unknown(f"{section}.{name}", value, valid, "key")
+
+
+def line(key: Field[Any], value: Any, note: str = "") -> str:
+    """A key with its value in TOML, and its meaning beside it; `note`: what an automatic setting is here."""
+    doc = key.metadata["doc"] + (f" [{note}]" if note else "")
+    return f"{f'{key.name} = {show(value)}':<40}  # {doc}"
 
 
 def read_toml(path: Path) -> dict[str, Any]:

@@ -323,7 +323,7 @@ def test_a_folder_is_looked_at_and_left_as_it_was(tmp_path: Path) -> None:
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "wide.toml").write_text('[run]\ndir = "/dev/null/run"\n[precision]\nparam = "bfloat16"\n')
+    (tmp_path / "wide.toml").write_text('[run]\ndir = "/dev/null/run"\n[sharding.precision]\nparam = "bfloat16"\n')
     (tmp_path / "wrong.toml").write_text("[model]\nheads = 3\n")
     yield tmp_path
 

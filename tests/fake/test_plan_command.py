@@ -153,7 +153,8 @@ def test_what_does_not_fit_says_what_does(capsys: pytest.CaptureFixture[str]) ->
 def test_a_config_of_the_trainer(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     file = tmp_path / "train.toml"
     file.write_text(
-        '[training]\nglobal_batch = 16\nmicro_batch = 2\nrecompute = "block"\n[precision]\nparam = "bfloat16"\n'
+        '[training]\nglobal_batch = 16\nmicro_batch = 2\n[sharding]\nactivation_checkpointing = "units"\n'
+        'precision.param = "bfloat16"\n'
     )
     load_config(file)
     assert main(["plan", str(file), "--ranks", "4", "--hardware", "cpu", "--json"]) == 0
@@ -167,7 +168,7 @@ def test_a_config_of_the_trainer(capsys: pytest.CaptureFixture[str], tmp_path: P
     said = capsys.readouterr().out
     assert all(f"recompute {way}" in said for way in ("none", "selective", "alternate", "whole"))
     # The command line, which does not name it, leaves what the config puts on the host.
-    file.write_text(file.read_text() + "[parallelism]\ncpu_offload = true\n")
+    file.write_text(file.read_text() + "cpu_offload = true\n")
     assert main(["plan", str(file), "--ranks", "4", "--hardware", "h100-80g", "--offload-activations", "--json"]) == 0
     strategy = json.loads(capsys.readouterr().out)["strategy"]
     assert (strategy["offload"], strategy["recompute"], strategy["offload_activations"]) == (True, "whole", True)
@@ -175,7 +176,7 @@ def test_a_config_of_the_trainer(capsys: pytest.CaptureFixture[str], tmp_path: P
 
 def test_what_the_trainer_saves_is_what_the_planner_keeps(tmp_path: Path) -> None:
     file = tmp_path / "train.toml"
-    file.write_text('[training]\nrecompute = "block"\nrecompute_save = ["aten.mm", "aten.bmm.default"]\n')
+    file.write_text('[sharding.activation_checkpointing]\nat = "units"\nsave = ["aten.mm", "aten.bmm.default"]\n')
     assert strategy_of(load_config(file), 1, "gloo").recompute == "keep:aten.mm,aten.bmm.default"
 
 

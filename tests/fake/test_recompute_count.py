@@ -18,11 +18,11 @@ SEQUENCES = 2
 
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("recompute", ["none", "block"])
+@pytest.mark.parametrize("recompute", ["none", "units"])
 def test_a_sharded_model_keeps_what_is_counted(recompute: str, dtype: str) -> None:
-    config = load_config(None, [f"training.recompute={recompute}", f"precision.param={dtype}"])
+    config = load_config(None, [f"sharding.activation_checkpointing={recompute}", f"sharding.precision.param={dtype}"])
     assert llama_shape(config, 256) == TRAINER, "the script says that these are the trainer's defaults"
-    expected = count(TRAINER, SEQUENCES, getattr(torch, dtype), {"none": "none", "block": "each block"}[recompute])
+    expected = count(TRAINER, SEQUENCES, getattr(torch, dtype), {"none": "none", "units": "each block"}[recompute])
     with fake_world(2):
         model = sharded_model(config, 256, init_device_mesh("cpu", (2,)), torch.device("cpu"))
         tokens = torch.zeros(SEQUENCES, TRAINER.context, dtype=torch.int64)

@@ -16,7 +16,8 @@ from fullshard.train.model import Llama, sharded_model
 from fullshard.train.planned import strategy_of
 from tests.harness.fake import fake_world
 
-BOTH = ("model.layers=5", "training.recompute=block", "training.recompute_every=2")
+AC = "sharding.activation_checkpointing"
+BOTH = ("model.layers=5", f"{AC}.at=units", f"{AC}.every=2")
 
 
 def test_recomputation_and_offload_reach_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -27,7 +28,7 @@ def test_recomputation_and_offload_reach_the_model(monkeypatch: pytest.MonkeyPat
         return fullshard.fully_shard(module, **options)
 
     monkeypatch.setattr("fullshard.train.model.fully_shard", noted)
-    config = load_config(None, [*BOTH, "parallelism.cpu_offload=true", "parallelism.reshard_after_forward=2"])
+    config = load_config(None, [*BOTH, "sharding.cpu_offload=true", "sharding.reshard_after_forward=2"])
     with fake_world(4):
         model = sharded_model(config, 256, init_device_mesh("cpu", (4,)), torch.device("cpu"))
         runs: list[int] = []
@@ -40,22 +41,22 @@ def test_recomputation_and_offload_reach_the_model(monkeypatch: pytest.MonkeyPat
     assert [runs.count(number) for number in range(5)] == [1, 2, 1, 2, 1]
 
 
-@pytest.mark.parametrize("recompute", ["none", "block"])
+@pytest.mark.parametrize("recompute", ["false", "true"])
 def test_activations_on_the_host_reach_the_blocks(recompute: str) -> None:
-    config = load_config(None, ["training.offload_activations=true", f"training.recompute={recompute}"])
+    config = load_config(None, [f"{AC}.at=units", f"{AC}.offload=true", f"{AC}.recompute={recompute}"])
     with fake_world(2):
         model: Any = sharded_model(config, 256, init_device_mesh("cpu", (2,)), torch.device("cpu"))
         for block in model.layers:
             assert isinstance(block.forward, Checkpointed)
             assert block.forward.run.keywords["offload"] is True
-            assert block.forward.run.keywords["recompute"] == (recompute == "block")
+            assert block.forward.run.keywords["recompute"] == (recompute == "true")
 
 
 def test_saved_results_are_not_computed_again() -> None:
     """Products of the blocks are made once in forward; with what is saved, not once more in backward."""
     counted = []
     for saved in ("[]", '["aten.mm"]'):
-        config = load_config(None, ["training.recompute=block", f"training.recompute_save={saved}"])
+        config = load_config(None, [f"{AC}.at=units", f"{AC}.save={saved}"])
         with fake_world(2):
             model = sharded_model(config, 256, init_device_mesh("cpu", (2,)), torch.device("cpu"))
             with _Products() as products:
@@ -75,14 +76,14 @@ class _Products(torch.utils._python_dispatch.TorchDispatchMode):
 
 def test_the_plan_has_the_settings() -> None:
     found = strategy_of(
-        load_config(None, [*BOTH, "parallelism.cpu_offload=true", "parallelism.reshard_after_forward=2"]), 4, "gloo"
+        load_config(None, [*BOTH, "sharding.cpu_offload=true", "sharding.reshard_after_forward=2"]), 4, "gloo"
     )
     assert found.recompute == ("none", "none", "whole", "none", "whole", "none")
     assert (found.offload, found.reshard, found.root_reshard) == (True, 2, None)
-    found = strategy_of(load_config(None, ["training.recompute=block", 'training.recompute_save=["aten.mm"]']), 2, "")
+    found = strategy_of(load_config(None, [f"{AC}.at=units", f'{AC}.save=["aten.mm"]']), 2, "")
     assert (found.recompute, found.reshard, found.root_reshard, found.offload) == ("keep:aten.mm", True, None, False)
-    host = "training.offload_activations=true"
-    ways = {(): "none+host", ("training.recompute=block",): "whole+host"}
+    host = f"{AC}.offload=true"
+    ways = {(f"{AC}.at=units", f"{AC}.recompute=false"): "none+host", (f"{AC}.at=units",): "whole+host"}
     assert {given: strategy_of(load_config(None, [host, *given]), 2, "").recompute for given in ways} == ways
     every = strategy_of(load_config(None, [*BOTH, host]), 4, "gloo").recompute
     assert every == ("none", "none", "whole+host", "none", "whole+host", "none")
@@ -90,5 +91,5 @@ def test_the_plan_has_the_settings() -> None:
     assert found.optimizer == "adamw-foreach"
     words = {"never": (False, False), "always": (True, True)}
     for word, (blocks, root) in words.items():
-        found = strategy_of(load_config(None, [f"parallelism.reshard_after_forward={word}"]), 2, "gloo")
+        found = strategy_of(load_config(None, [f"sharding.reshard_after_forward={word}"]), 2, "gloo")
         assert (found.reshard, found.root_reshard) == (blocks, root)

@@ -63,7 +63,7 @@ def _run(rank: int, config: Config) -> tuple[list[dict[str, Any]], list[str], li
 @pytest.mark.slow
 def test_copies_that_differ_are_told_at_checkpoints() -> None:
     """Not where nothing differs, and not at steps without a checkpoint."""
-    shares = ("parallelism.data_parallel_shard_degree=1", "parallelism.data_parallel_replicate_degree=2")
+    shares = ("sharding.data_parallel_shard_degree=1", "sharding.data_parallel_replicate_degree=2")
     config = config_of(*shares, "training.steps=4")
     for lines, said, saved in pool(2).run(_run, config, timeout=60):
         assert saved == [2, 4, 2, 4] and [line["step"] for line in lines] == [2, 3, 4]
@@ -82,7 +82,7 @@ def _agrees(rank: int, config: Config) -> list[dict[str, Any]]:
 @pytest.mark.slow
 def test_a_run_without_differences_says_nothing() -> None:
     for shards in (1, 2):
-        shares = f"parallelism.data_parallel_shard_degree={shards}"
-        copies = f"parallelism.data_parallel_replicate_degree={2 // shards}"
+        shares = f"sharding.data_parallel_shard_degree={shards}"
+        copies = f"sharding.data_parallel_replicate_degree={2 // shards}"
         for lines in pool(2).run(_agrees, config_of(shares, copies, "training.steps=2"), timeout=60):
             assert len(lines) == 2 and not any("drift" in line for line in lines)

@@ -256,10 +256,10 @@ def test_what_may_change_and_what_not(tmp_path: Path) -> None:
     for allowed in (
         "training.steps=900",
         "training.micro_batch=2",
-        "parallelism.reshard_after_forward=always",
+        "sharding.reshard_after_forward=always",
         "checkpoint.every=7",
         "metrics.log_every=3",
-        "training.recompute=block",
+        "sharding.activation_checkpointing.at=units",
     ):
         check_resumable(tmp_path / "run", load_config(None, [folder, allowed]))
     for refused in (

@@ -83,10 +83,10 @@ def observed(rank: int, config: Config) -> Seen:
     return Seen(report(model).units, second, between, live(), held[-1], rows, shapes)
 
 
-@pytest.fixture(scope="module", params=[pytest.param("none", marks=pytest.mark.slow), "block"])
+@pytest.fixture(scope="module", params=[pytest.param("none", marks=pytest.mark.slow), "units"])
 def seen(request: pytest.FixtureRequest) -> list[Seen]:
     """What each of two ranks saw, with and without recomputed activations."""
-    config = config_of("model.layers=4", f"training.recompute={request.param}", "training.micro_batch=2")
+    config = config_of("model.layers=4", f"sharding.activation_checkpointing={request.param}", "training.micro_batch=2")
     return pool(2).run(observed, config, timeout=60)
 
 

@@ -152,9 +152,9 @@ def test_initial_values_are_those_of_the_plain_model(world: int) -> None:
         (2, ()),
         pytest.param(4, (), marks=pytest.mark.slow),
         (4, ("training.micro_batch=0",)),
-        pytest.param(4, ("parallelism.data_parallel_replicate_degree=2",), marks=pytest.mark.slow),
-        (4, ("parallelism.data_parallel_replicate_degree=4", "training.accumulate=reduce")),
-        (2, ("training.accumulate=reduce", "training.recompute=block")),
+        pytest.param(4, ("sharding.data_parallel_replicate_degree=2",), marks=pytest.mark.slow),
+        (4, ("sharding.data_parallel_replicate_degree=4", "training.accumulate=reduce")),
+        (2, ("training.accumulate=reduce", "sharding.activation_checkpointing.at=units")),
     ],
 )
 def test_same_run_on_any_number_of_processes(world: int, overrides: tuple[str, ...]) -> None:
@@ -181,7 +181,7 @@ def test_a_wrong_divisor_in_one_of_twenty_steps_is_found() -> None:
 @pytest.mark.parametrize("world", [2, 4])
 def test_bitwise_same_run_with_sums_in_float64(world: int) -> None:
     """With gradients summed in float64 and micro-batches of one size, nothing differs in a single bit."""
-    expected, found = run_on(1, "precision.reduce=float64"), run_on(world, "precision.reduce=float64")
+    expected, found = run_on(1, "sharding.precision.reduce=float64"), run_on(world, "sharding.precision.reduce=float64")
     assert_equal(found.parameters, expected.parameters)
     assert_equal(found.moments, expected.moments)
     assert figures(found.records) == figures(expected.records)
@@ -192,20 +192,20 @@ def test_bitwise_same_run_with_sums_in_float64(world: int) -> None:
     "settings",
     [
         (
-            "parallelism.reshard_after_forward=2",
-            "parallelism.cpu_offload=true",
-            "training.recompute=block",
-            "training.recompute_every=2",
-            'training.recompute_save=["aten.mm"]',
+            "sharding.reshard_after_forward=2",
+            "sharding.cpu_offload=true",
+            "sharding.activation_checkpointing.at=units",
+            "sharding.activation_checkpointing.every=2",
+            'sharding.activation_checkpointing.save=["aten.mm"]',
         ),
         pytest.param(
-            ("parallelism.data_parallel_shard_degree=2", "parallelism.data_parallel_replicate_degree=-1"),
+            ("sharding.data_parallel_shard_degree=2", "sharding.data_parallel_replicate_degree=-1"),
             marks=pytest.mark.slow,
         ),
     ],
 )
 def test_what_decides_memory_and_messages_changes_no_bit(settings: tuple[str, ...]) -> None:
-    exact = "precision.reduce=float64"
+    exact = "sharding.precision.reduce=float64"
     found, expected = run_on(4, exact, *settings), run_on(4, exact)
     assert_equal(found.parameters, expected.parameters)
     assert_equal(found.moments, expected.moments)

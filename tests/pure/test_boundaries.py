@@ -36,19 +36,20 @@ ROOMS: dict[str, frozenset[str]] = {
     "api": LOWER | {"engine", "agree"},
     "checkpoint": frozenset({"layout", "policy", "peers", "comm", "agree", "api", "_torch", "_version"}),
     # Reads records, with the rules' texts; the recorder writes what it reads.
-    "see": frozenset({"schedule"}),
+    "see": frozenset({"schedule", "page"}),
     "observe": LOWER | {"engine", "plan", "see", "_version"},
     "extras": LOWER | {"engine", "agree", "api", "observe", "rounding"},
     "program": frozenset(),
     "rounding": frozenset(),
     "keys": frozenset(),
+    "page": frozenset(),
     "migrate": frozenset(
         {"keys", "policy", "comm", "param", "engine", "api", "extras", "observe", "checkpoint", "program", "_torch"}
     ),
     # Of `observe` only the mode that sees numbers taken of parts of sums; what is compared does not go through it.
-    "verify": frozenset({"", "program", "rounding", "checkpoint", "observe"}),
+    "verify": frozenset({"", "program", "rounding", "page", "checkpoint", "observe"}),
     # Pure but for `facts`, which knows programs, and `tape`, which watches what torch dispatches.
-    "plan": frozenset({"layout", "schedule", "program", "_torch"}),
+    "plan": frozenset({"layout", "schedule", "program", "page", "_torch"}),
     # `--from` reads what `fullshard migrate` reads.
     "train": frozenset({"", "checkpoint", "program", "keys", "observe", "plan", "migrate"}),
     # Reads reports and layouts; the probe sends messages as the engine does.
@@ -63,7 +64,11 @@ ROOMS: dict[str, frozenset[str]] = {
 PURE = ("fullshard.layout", "fullshard.schedule", "fullshard.see") + tuple(
     f"fullshard.checkpoint.{name}" for name in "directory errors files manifest plan safetensors".split()
 )
-PURE += ("fullshard.keys", *(f"fullshard.migrate.{name}" for name in "config levels reading verdict".split()))
+PURE += (
+    "fullshard.keys",
+    "fullshard.page",
+    *(f"fullshard.migrate.{name}" for name in "config levels reading verdict".split()),
+)
 PURE += tuple(f"fullshard.plan.{name}" for name in "account clock description machine page questions".split())
 PURE += ("fullshard.plan.recomputation",)
 PURE += tuple(

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import warnings
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
+from fullshard.migrate import read_config
 from fullshard.train.config import Config, ConfigError, key_names, load_config, to_toml
 
 # The surface that scripts rely on: a new key is added here on purpose, a removed one is a breaking change.
@@ -15,14 +18,17 @@ KEYS = """
 run.dir
 model.layers model.dim model.heads model.kv_heads model.ffn_dim model.tie_embeddings model.rope_theta model.norm_eps
 training.steps training.global_batch training.micro_batch training.sequence_length training.clip_norm
-training.accumulate training.nonfinite training.replay_every training.check_every
-training.recompute training.recompute_every training.recompute_save training.offload_activations training.device
-training.seed training.threads
+training.accumulate training.nonfinite training.replay_every training.check_every training.timeout_seconds
+training.device training.seed training.threads
 optimizer.lr optimizer.min_lr_ratio optimizer.warmup_steps optimizer.beta1 optimizer.beta2 optimizer.eps
 optimizer.weight_decay
-parallelism.data_parallel_shard_degree parallelism.data_parallel_replicate_degree parallelism.reshard_after_forward
-parallelism.cpu_offload parallelism.timeout_seconds
-precision.param precision.reduce precision.output
+sharding.data_parallel_shard_degree sharding.data_parallel_replicate_degree sharding.reshard_after_forward
+sharding.cpu_offload sharding.pin_memory
+sharding.precision.mode sharding.precision.dtype sharding.precision.param sharding.precision.reduce
+sharding.precision.output sharding.precision.cast_inputs sharding.precision.master sharding.precision.keep_float32
+sharding.activation_checkpointing.at sharding.activation_checkpointing.classes
+sharding.activation_checkpointing.every sharding.activation_checkpointing.recompute
+sharding.activation_checkpointing.save sharding.activation_checkpointing.offload
 data.corpus data.text_key data.validation_fraction data.tokenizer data.bpe_vocab
 metrics.log_every metrics.eval_every metrics.eval_windows metrics.tensorboard
 metrics.record_first metrics.record_every metrics.plot
@@ -36,11 +42,107 @@ def test_the_keys_are_these() -> None:
     assert key_names() == KEYS
 
 
+def _read(path: Path, text: str, sets: Sequence[str] = ()) -> tuple[Config, list[str]]:
+    """What a file says, and the warnings."""
+    path.write_text(text)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        config = load_config(path, sets)
+    return config, [str(warning.message) for warning in caught]
+
+
 def test_the_seeds_keys_are_read(tmp_path: Path) -> None:
-    """The [parallelism] section as the seeds write it."""
-    path = tmp_path / "c.toml"
-    path.write_text("[parallelism]\ndata_parallel_shard_degree = -1\ndata_parallel_replicate_degree = 1\n")
-    assert load_config(path) == Config()
+    """The [parallelism] section as the seeds write it: former names, read with one warning."""
+    text = "[parallelism]\ndata_parallel_shard_degree = -1\ndata_parallel_replicate_degree = 1\n"
+    config, said = _read(tmp_path / "c.toml", text)
+    assert config == Config() and len(said) == 1
+    assert "parallelism.data_parallel_shard_degree is sharding.data_parallel_shard_degree now" in said[0]
+
+
+AC = "sharding.activation_checkpointing"
+# Each former setting, beside what says the same now.
+FORMER = {
+    "parallelism.data_parallel_shard_degree=2": ["sharding.data_parallel_shard_degree=2"],
+    "parallelism.data_parallel_replicate_degree=2": ["sharding.data_parallel_replicate_degree=2"],
+    'parallelism.reshard_after_forward="never"': ["sharding.reshard_after_forward=false"],
+    'parallelism.reshard_after_forward="always"': ["sharding.reshard_after_forward=true"],
+    "parallelism.reshard_after_forward=4": ["sharding.reshard_after_forward=4"],
+    "parallelism.cpu_offload=true": ["sharding.cpu_offload=true"],
+    "parallelism.timeout_seconds=9.0": ["training.timeout_seconds=9.0"],
+    'precision.param="bfloat16"': ["sharding.precision.param=bfloat16"],
+    'precision.reduce="float64"': ["sharding.precision.reduce=float64"],
+    'precision.output="float32"': ["sharding.precision.output=float32"],
+    'training.recompute="block"': [f"{AC}.at=units"],
+    'training.recompute="none"': [],
+    "training.offload_activations=true": [f"{AC}.at=units", f"{AC}.recompute=false", f"{AC}.offload=true"],
+    "training.offload_activations=false": [],
+}
+
+
+@pytest.mark.parametrize("setting", FORMER)
+@pytest.mark.parametrize("place", ["file", "set"])
+def test_a_former_name_means_what_it_meant(setting: str, place: str, tmp_path: Path) -> None:
+    name, _, value = setting.partition("=")
+    section, _, key = name.partition(".")
+    text = f"[{section}]\n{key} = {value}\n" if place == "file" else ""
+    config, said = _read(tmp_path / "c.toml", text, [setting] if place == "set" else ())
+    assert config == load_config(None, FORMER[setting]) and len(said) == 1 and f"{name} is " in said[0]
+
+
+def test_former_names_together_are_one_warning(tmp_path: Path) -> None:
+    text = '[training]\nrecompute = "block"\nrecompute_every = 2\noffload_activations = true\n'
+    text += '[precision]\nparam = "bfloat16"\n'
+    config, said = _read(tmp_path / "c.toml", text, ['training.recompute_save=["aten.mm"]'])
+    keys = [f"{AC}.at=units", f"{AC}.every=2", f"{AC}.offload=true", f'{AC}.save=["aten.mm"]']
+    assert config == load_config(None, [*keys, "sharding.precision.param=bfloat16"])
+    assert len(said) == 1 and said[0].count(" is ") == 5
+    assert _read(tmp_path / "c.toml", to_toml(config)) == (config, [])
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        (["parallelism.cpu_offload=true", "sharding.cpu_offload=true"], "found it as sharding.cpu_offload too"),
+        (["training.recompute=blocks"], 'nearest valid: sharding.activation_checkpointing.at = "units"'),
+        (["parallelism.cpu_ofload=true"], "nearest valid: sharding.cpu_offload"),
+        (["training.recompute_every=2"], "sharding.activation_checkpointing.every = 2: has no effect"),
+    ],
+)
+def test_mistakes_under_former_names(settings: list[str], words: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(None, settings)
+    assert words in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_the_section_is_a_configuration_of_prepare_fully_shard(tmp_path: Path) -> None:
+    """The same words in both, short forms and other spellings included."""
+    text = '[{0}]\ndp_shard_size = 2\ncpu_offload = true\n[{1}precision]\nmode = "DEFAULT"\n'
+    text += '[{1}activation_checkpointing]\nat = "units"\nsave = ["aten.mm"]\n'
+    config, said = _read(tmp_path / "c.toml", text.format("sharding", "sharding."))
+    (tmp_path / "own.toml").write_text(text.format("sharding", ""))
+    assert config.sharding == read_config(tmp_path / "own.toml") and not said
+    short = load_config(None, ["sharding.precision=PURE", "sharding.strategy=SHARD_GRAD_OP"])
+    assert short.sharding == read_config({"precision": "PURE", "sharding": "SHARD_GRAD_OP"})
+
+
+@pytest.mark.parametrize(
+    ("setting", "words"),
+    [
+        ("sharding.wrap.group_ends=false", "units are the blocks"),
+        ("sharding.initialisation.seed=3", "training.seed"),
+        ("sharding.micro_batches.size=2", "set training.micro_batch"),
+        ("sharding.state_dict.kind=full", "checkpoints are sharded"),
+        ('sharding.override=[{modules = "layers.0", cpu_offload = true}]', "the same settings"),
+        ("sharding.precision.param=float16", "does not scale losses"),
+        ("sharding.precision.master=bfloat16", "are float32"),
+        ("sharding.precision.cast_inputs=false", "has no effect"),
+    ],
+)
+def test_what_the_trainer_s_model_decides_is_refused(setting: str, words: str) -> None:
+    """An accepted key has an effect."""
+    with pytest.raises(ConfigError, match=words) as caught:
+        load_config(None, [setting])
+    assert str(caught.value).startswith(setting.partition("=")[0])
 
 
 def test_overrides_go_after_the_file_and_in_order(tmp_path: Path) -> None:
@@ -86,15 +188,19 @@ def test_toml_gives_the_same_config_again(tmp_path: Path) -> None:
         ("optimizer.lr=nan", "nan", "0.002"),
         ("optimizer.beta1=1", "1.0", "0.9999999"),
         ("training.device=gpu", '"gpu"', '"cuda"'),
-        ("training.recompute=blocks", '"blocks"', '"block"'),
-        ("precision.param=bf16", '"bf16"', '"bfloat16"'),
-        ("parallelism.reshard_after_forward=true", "true", '"always"'),
+        ("sharding.activation_checkpointing.at=unit", '"unit"', '"units"'),
+        ("sharding.activation_checkpointing.at=children", '"children"', '"units"'),
+        ("sharding.precision.param=bfloat61", '"bfloat61"', '"bfloat16"'),
+        ("sharding.precision.output=float64", '"float64"', '"bfloat16"'),
+        ("sharding.precision.parm=bfloat16", "bfloat16", "sharding.precision.param"),
+        ("sharding.cpu_ofload=true", "true", "sharding.cpu_offload"),
+        ("sharding.reshard_after_forward=alway", '"alway"', '"always"'),
         ("metrics.plot=yes", '"yes"', "true"),
         ("model.heads=5", "5", "4"),
         ("model.dim=7", "7", "8"),
         ("model.kv_heads=3", "3", "2"),
-        ("parallelism.data_parallel_replicate_degree=0", "0", "1"),
-        ("parallelism.data_parallel_shard_degree=0", "0", "-1"),
+        ("sharding.data_parallel_replicate_degree=0", "0", "-1"),
+        ("sharding.data_parallel_shard_degree=0", "0", "-1"),
         ("checkpoint.metric=val_los", '"val_los"', '"val_loss"'),
         ("data.corpus=book.txt", '"book.txt"', '"path:book.txt"'),
         ("data.corpus=buildin", '"buildin"', '"builtin"'),
@@ -162,10 +268,10 @@ def test_an_override_without_key_or_value_is_explained(setting: str) -> None:
     "setting, world, key, nearest",
     [
         (
-            "parallelism.data_parallel_shard_degree=3",
+            "sharding.data_parallel_shard_degree=3",
             2,
-            "parallelism.data_parallel_shard_degree = 3",
-            "2 (or -1 for all)",
+            "sharding.data_parallel_shard_degree = 3",
+            "2 (or -1)",
         ),
         ("training.global_batch=10", 4, "training.global_batch = 10", "8"),
         ("training.global_batch=3", 4, "training.global_batch = 3", "4"),

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from fullshard.cli import main
+from fullshard.keys import show
 from fullshard.migrate import read_config
 from fullshard.migrate.config import ShardingConfig
 from fullshard.migrate.verdict import DROPPED, EQUIVALENT, EXACT, LOSSY
@@ -15,6 +16,7 @@ from fullshard.train.config import Config, load_config
 from fullshard.train.elsewhere import take
 from tests.harness.elsewhere import FILES
 
+AC = "sharding.activation_checkpointing"
 # Settings of prepare_fully_shard, the verdicts on them, and the keys of the trainer.
 ROWS: dict[str, tuple[dict[str, Any], list[str], dict[str, Any]]] = {
     "units": ({"wrap": "children"}, [EQUIVALENT], {}),
@@ -22,44 +24,44 @@ ROWS: dict[str, tuple[dict[str, Any], list[str], dict[str, Any]]] = {
     "degrees": (
         {"dp_shard_size": 4, "dp_replicate_size": 2},
         [EXACT, EXACT],
-        {"parallelism.data_parallel_shard_degree": 4, "parallelism.data_parallel_replicate_degree": 2},
+        {"sharding.data_parallel_shard_degree": 4, "sharding.data_parallel_replicate_degree": 2},
     ),
     "a copy on each process": (
         {"sharding": "NO_SHARD"},
         [EXACT] * 3,
         {
-            "parallelism.data_parallel_shard_degree": 1,
-            "parallelism.data_parallel_replicate_degree": -1,
-            "parallelism.reshard_after_forward": "never",
+            "sharding.data_parallel_shard_degree": 1,
+            "sharding.data_parallel_replicate_degree": -1,
+            "sharding.reshard_after_forward": False,
         },
     ),
-    "reshard always": ({"reshard_after_forward": True}, [EXACT], {"parallelism.reshard_after_forward": "always"}),
-    "reshard never": ({"sharding": "SHARD_GRAD_OP"}, [EXACT], {"parallelism.reshard_after_forward": "never"}),
-    "reshard to a number": ({"reshard_after_forward": 8}, [EXACT], {"parallelism.reshard_after_forward": 8}),
+    "reshard always": ({"reshard_after_forward": True}, [EXACT], {"sharding.reshard_after_forward": True}),
+    "reshard never": ({"sharding": "SHARD_GRAD_OP"}, [EXACT], {"sharding.reshard_after_forward": False}),
+    "reshard to a number": ({"reshard_after_forward": 8}, [EXACT], {"sharding.reshard_after_forward": 8}),
     "offload": (
         {"cpu_offload": True, "pin_memory": False},
-        [EXACT, EQUIVALENT],
-        {"parallelism.cpu_offload": True},
+        [EXACT, EXACT],
+        {"sharding.cpu_offload": True, "sharding.pin_memory": False},
     ),
     "PURE": (
         {"precision": "PURE"},
         [EXACT, EXACT],
-        {"precision.param": "bfloat16", "precision.reduce": "bfloat16"},
+        {"sharding.precision.param": "bfloat16", "sharding.precision.reduce": "bfloat16"},
     ),
-    "reduction in float64": ({"reduce_dtype": "float64"}, [EXACT], {"precision.reduce": "float64"}),
+    "reduction in float64": ({"reduce_dtype": "float64"}, [EXACT], {"sharding.precision.reduce": "float64"}),
     "float16": (
         {"precision": {"mode": "DEFAULT", "dtype": "float16"}},
         [LOSSY, EXACT],
-        {"precision.reduce": "float32"},
+        {"sharding.precision.reduce": "float32"},
     ),
-    "output": ({"output_dtype": "float32"}, [EXACT], {"precision.output": "float32"}),
+    "output": ({"output_dtype": "float32"}, [EXACT], {"sharding.precision.output": "float32"}),
     "inputs": ({"cast_forward_inputs": False}, [DROPPED], {}),
     "masters in float32": ({"precision": {"master": "float32"}}, [DROPPED], {}),
     "masters in bfloat16": ({"precision": {"master": "bfloat16"}}, [LOSSY], {}),
     "norms in float32": (
         {"precision": {"mode": "DEFAULT", "keep_float32": ["*Norm"]}},
         [EXACT, EXACT, LOSSY],
-        {"precision.param": "bfloat16", "precision.reduce": "float32"},
+        {"sharding.precision.param": "bfloat16", "sharding.precision.reduce": "float32"},
     ),
     "nothing in float32": ({"precision": {"keep_float32": []}}, [DROPPED], {}),
     "values": ({"initialisation": "mixed"}, [DROPPED], {}),
@@ -68,12 +70,12 @@ ROWS: dict[str, tuple[dict[str, Any], list[str], dict[str, Any]]] = {
     "recomputation": (
         {"activation_checkpointing": {"at": "units", "every": 2, "save": ["aten.mm"]}},
         [EQUIVALENT, EXACT, EXACT],
-        {"training.recompute": "block", "training.recompute_every": 2, "training.recompute_save": ["aten.mm"]},
+        {f"{AC}.at": "units", f"{AC}.every": 2, f"{AC}.save": ("aten.mm",)},
     ),
     "activations on the host": (
         {"activation_checkpointing": {"at": "units", "recompute": False, "offload": True}},
-        [EXACT],
-        {"training.offload_activations": True},
+        [EQUIVALENT, EXACT, EXACT],
+        {f"{AC}.at": "units", f"{AC}.recompute": False, f"{AC}.offload": True},
     ),
     "micro-batches": (
         {"micro_batches": {"size": "auto", "reduce": "each"}},
@@ -117,35 +119,35 @@ def test_every_setting_has_a_finding() -> None:
 # What differs from the trainer's defaults.
 TAKEN: dict[str, dict[str, Any]] = {
     "accelerate": {
-        "parallelism.reshard_after_forward": "never",
-        "precision.param": "bfloat16",
-        "precision.reduce": "bfloat16",
-        "training.recompute": "block",
+        "sharding.reshard_after_forward": False,
+        "sharding.precision.param": "bfloat16",
+        "sharding.precision.reduce": "bfloat16",
+        f"{AC}.at": "units",
     },
-    "hf": {"training.recompute": "block"},
+    "hf": {f"{AC}.at": "units"},
     "composer": {
-        "precision.param": "bfloat16",
-        "precision.reduce": "float32",
-        "training.recompute": "block",
+        "sharding.precision.param": "bfloat16",
+        "sharding.precision.reduce": "float32",
+        f"{AC}.at": "units",
         "training.micro_batch": 2,
     },
     "foundry": {
-        "precision.param": "bfloat16",
-        "precision.reduce": "bfloat16",
+        "sharding.precision.param": "bfloat16",
+        "sharding.precision.reduce": "bfloat16",
         "training.micro_batch": 2,
         "optimizer.lr": 6e-4,
     },
     "torchtitan": {
-        "precision.param": "bfloat16",
-        "precision.reduce": "float32",
-        "training.recompute": "block",
-        "training.recompute_every": 2,
+        "sharding.precision.param": "bfloat16",
+        "sharding.precision.reduce": "float32",
+        f"{AC}.at": "units",
+        f"{AC}.every": 2,
         "optimizer.lr": 8e-4,
     },
     "deepspeed": {
-        "parallelism.reshard_after_forward": "never",
-        "precision.param": "bfloat16",
-        "precision.reduce": "bfloat16",
+        "sharding.reshard_after_forward": False,
+        "sharding.precision.param": "bfloat16",
+        "sharding.precision.reduce": "bfloat16",
         "training.micro_batch": 2,
     },
 }
@@ -166,24 +168,25 @@ def test_the_trainer_takes_every_format(name: str, here: Path, capsys: pytest.Ca
     said = capsys.readouterr()
     assert said.err == "" and f"# {file}:" in said.out and " exact, " in said.out
     (here / "own.toml").write_text(said.out)
-    settings = [f"{key}={value}" for key, value in TAKEN[name].items()]
+    settings = [f"{key}={show(value)}" for key, value in TAKEN[name].items()]
     assert load_config(here / "own.toml") == load_config(None, ["training.device=cpu", *settings])
     assert {path.name for path in here.iterdir()} == {"own.toml", file}
 
 
 def test_the_file_of_the_trainer_and_set_go_beside_it(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (here / "t.toml").write_text("[parallelism]\ndata_parallel_shard_degree = 2\n")
-    (here / "own.toml").write_text('[training]\nsteps = 7\n[precision]\nparam = "bfloat16"\n')
+    (here / "own.toml").write_text('[training]\nsteps = 7\n[sharding.precision]\nparam = "bfloat16"\n')
     command = ["train", "own.toml", "--from", "t.toml", "--print-config"]
-    assert main([*command, "--set", "precision.reduce=bfloat16"]) == 0
+    assert main([*command, "--set", "sharding.precision.reduce=bfloat16"]) == 0
     (here / "all.toml").write_text(capsys.readouterr().out)
     config = load_config(here / "all.toml")
-    assert (config.training.steps, config.parallelism.data_parallel_shard_degree) == (7, 2)
-    assert (config.precision.param, config.precision.reduce) == ("bfloat16", "bfloat16")
-    (here / "own.toml").write_text('[precision]\nreduce = "float64"\n')
+    assert (config.training.steps, config.sharding.sharding.data_parallel_shard_degree) == (7, 2)
+    assert config.sharding.precision.dtypes[:2] == ("bfloat16", "bfloat16")
+    (here / "own.toml").write_text('[sharding.precision]\nreduce = "float64"\n')
     assert main(command) == 2
-    assert 'precision.reduce = "float64": own.toml and --from contradict each other, where it is "float32"' in (
-        capsys.readouterr().err
+    assert (
+        'sharding.precision.reduce = "float64": own.toml and --from contradict each other, where it is "float32"'
+        in (capsys.readouterr().err)
     )
 
 
@@ -261,7 +264,7 @@ def test_what_the_trainer_alone_loses_has_to_be_accepted(here: Path, capsys: pyt
     assert "--accept-lossy precision.param --accept-lossy precision.reduce" in capsys.readouterr().err
     assert main([*command, "--accept-lossy", "precision.param", "--accept-lossy", "precision.reduce"]) == 0
     (here / "own.toml").write_text(capsys.readouterr().out)
-    assert load_config(here / "own.toml").precision == Config().precision
+    assert load_config(here / "own.toml").sharding.precision == Config().sharding.precision
 
 
 BAD = {
@@ -302,29 +305,35 @@ def test_accepting_goes_with_a_configuration(capsys: pytest.CaptureFixture[str])
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        (["data_parallel_shard_degree=-1", "data_parallel_replicate_degree=-1"], "expected a number here or as"),
-        (["data_parallel_replicate_degree=0"], "nearest valid: 1"),
+        (
+            ["data_parallel_shard_degree=-1", "data_parallel_replicate_degree=-1"],
+            "expected one of the two degrees, found -1 for both",
+        ),
+        (["data_parallel_replicate_degree=0"], "nearest valid: -1"),
         (["reshard_after_forward=1"], "expected at least 2"),
-        (["reshard_after_forward=3"], "must divide the 4 process(es) that share a copy; nearest valid: 2"),
-        (["data_parallel_shard_degree=3", "data_parallel_replicate_degree=-1"], "must divide the 4 process(es)"),
+        (["reshard_after_forward=3"], "expected a factor of the 4 ranks that share a copy; nearest valid: 2"),
+        (
+            ["data_parallel_shard_degree=3", "data_parallel_replicate_degree=-1"],
+            "must divide the 4 ranks; nearest valid: 2",
+        ),
     ],
 )
 def test_degrees_that_do_not_fit(settings: list[str], said: str) -> None:
     with pytest.raises(ValueError) as raised:
-        load_config(None, [f"parallelism.{each}" for each in settings]).check_world(4)
+        load_config(None, [f"sharding.{each}" for each in settings]).check_world(4)
     assert said in str(raised.value)
 
 
 def test_copies_that_are_left() -> None:
-    config = load_config(None, [], {"parallelism.data_parallel_shard_degree": 2} | COPIES)
+    config = load_config(None, [], {"sharding.data_parallel_shard_degree": 2} | COPIES)
     config.check_world(4)
-    assert config.parallelism.degrees(4) == (2, 2)
+    assert config.sharding.degrees(4) == (2, 2)
 
 
-COPIES = {"parallelism.data_parallel_replicate_degree": -1}
+COPIES = {"sharding.data_parallel_replicate_degree": -1}
 
 
 @pytest.mark.parametrize("key", ["every=2", 'save=["aten.mm"]'])
 def test_recomputation_of_nothing_is_refused(key: str) -> None:
-    with pytest.raises(ValueError, match='has no effect with training.recompute = "none"'):
-        load_config(None, [f"training.recompute_{key}"])
+    with pytest.raises(ValueError, match='has no effect with at = "none"; nearest valid: at = "units"'):
+        load_config(None, [f"{AC}.{key}"])

@@ -126,7 +126,7 @@ def test_how_many_processes() -> None:
     """--nproc, else the shard degree, else two on a CPU."""
     default, four = (load_config(None, ["training.device=cpu", *more]) for more in ([], [f"{DEGREE}=4"]))
     assert [launch.num_processes(c, asked) for c, asked in ((default, None), (default, 3), (four, None))] == [2, 3, 4]
-    with pytest.raises(ConfigError, match="shard_degree = 4: there are 3 process"):
+    with pytest.raises(ConfigError, match="shard_degree = 4: with 1 copy there are 4 of 3 ranks; nearest valid: 3 "):
         four.check_world(launch.num_processes(four, 3))
 
 
@@ -147,15 +147,15 @@ def test_copies_of_the_state() -> None:
         one = config(*settings)
         assert launch.num_processes(one, asked) == processes
         one.check_world(processes)
-        assert one.parallelism.degrees(processes) == degrees
-    with pytest.raises(ConfigError, match=r"replicate_degree = 3: must divide the 4 process.*nearest valid: 2$"):
+        assert one.sharding.degrees(processes) == degrees
+    with pytest.raises(ConfigError, match=r"replicate_degree = 3: must divide the 4 ranks; nearest valid: 2$"):
         config(COPIES + "=3").check_world(4)
-    with pytest.raises(ConfigError, match=r"shard_degree = 4: there are 4 process.* for 2 copies; nearest valid: 2 "):
+    with pytest.raises(ConfigError, match=r"shard_degree = 4: with 2 copies there are 8 of 4 ranks; nearest valid: 2 "):
         config(COPIES + "=2", DEGREE + "=4").check_world(4)
 
 
-DEGREE = "parallelism.data_parallel_shard_degree"
-COPIES = "parallelism.data_parallel_replicate_degree"
+DEGREE = "sharding.data_parallel_shard_degree"
+COPIES = "sharding.data_parallel_replicate_degree"
 
 
 def test_accelerators_have_one_process_each(monkeypatch: pytest.MonkeyPatch) -> None:

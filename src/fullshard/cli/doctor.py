@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -65,14 +64,13 @@ def run(arguments: argparse.Namespace) -> int:
         keywords: dict[str, Any] = {}
         if entry.endswith(".toml") or entry == BUILTIN:
             config: Config = load_config(Path(entry) if entry.endswith(".toml") else None)
-            parallelism = config.parallelism
             if replicas is not None:
-                config = replace(config, parallelism=replace(parallelism, data_parallel_replicate_degree=replicas))
+                config = config.with_replicas(replicas)
             config.check_world(arguments.nproc)
-            replicas = config.parallelism.degrees(arguments.nproc)[0]
+            replicas = config.sharding.degrees(arguments.nproc)[0]
             folder = folder or Path(config.run.dir or "runs")
             keywords = {
-                "options": {"mp_policy": precision_policy(config.precision)},
+                "options": {"mp_policy": precision_policy(config.sharding.precision)},
                 "copies": config.checkpoint.keep_last + config.checkpoint.keep_best + 1 + config.checkpoint.queue,
                 "needs_port": False,  # `fullshard train` meets at a file
             }

@@ -214,8 +214,7 @@ def _source(arguments: argparse.Namespace, backend: str) -> tuple[Callable[[int 
     if source.endswith(".toml"):
         config = load_config(path)
         if arguments.replicas is not None:
-            keys = replace(config.parallelism, data_parallel_replicate_degree=arguments.replicas)
-            config = replace(config, parallelism=keys)
+            config = config.with_replicas(arguments.replicas)
         config.check_world(arguments.ranks)
         programs, strategy = programs_of(config), strategy_of(config, arguments.ranks, backend)
     elif source in shapes.NAMED:

@@ -282,10 +282,12 @@ class ShardingConfig:
         ranks = f"{world} rank" + ("s" if world != 1 else "")
         if copies == -1:
             if world % shard:
-                raise invalid("sharding.data_parallel_shard_degree", shard, f"must divide the {ranks}")
+                nearest = _nearest_factor(shard, world)
+                raise invalid("sharding.data_parallel_shard_degree", shard, f"must divide the {ranks}", nearest)
             copies = world // shard
         if world % copies:
-            raise invalid("sharding.data_parallel_replicate_degree", copies, f"must divide the {ranks}")
+            nearest = _nearest_factor(copies, world)
+            raise invalid("sharding.data_parallel_replicate_degree", copies, f"must divide the {ranks}", nearest)
         if shard == -1:
             shard = world // copies
         if shard * copies != world:
@@ -294,9 +296,7 @@ class ShardingConfig:
         for key, kept in self._kept():
             if shard % kept:
                 problem = f"expected a factor of the {shard} ranks that share a copy"
-                factors = [k for k in range(2, shard + 1) if shard % k == 0]
-                nearest = str(min(factors, key=lambda k: (abs(k - kept), k))) if factors else "true"
-                raise invalid(key, kept, problem, nearest)
+                raise invalid(key, kept, problem, _nearest_factor(kept, shard, 2) if shard > 1 else "true")
         return copies, shard
 
     def _kept(self) -> list[tuple[str, int]]:
@@ -314,6 +314,12 @@ def _goes_with(name: str, value: Any, other: str, choice: str, wanted: str) -> N
         raise invalid(name, value, f'has no effect with {other} = "{choice}"', f'{other} = "{wanted}"')
     if not value and choice == wanted:
         raise ConfigError(f'{other} = "{wanted}": expected {name}, found none; give it')
+
+
+def _nearest_factor(number: int, of: int, least: int = 1) -> str:
+    """The factor of `of` that is nearest to `number`, the lower one of two."""
+    factors = [k for k in range(least, of + 1) if of % k == 0]
+    return str(min(factors, key=lambda k: (abs(k - number), k)))
 
 
 def _check_degrees(keys: ShardingKeys) -> None:

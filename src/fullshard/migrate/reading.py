@@ -13,7 +13,7 @@ from dataclasses import Field, asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
-from ..keys import ConfigError, checked, invalid, show, unknown
+from ..keys import ConfigError, checked, find_key, invalid, line, names_of, show, unknown
 from .config import ALWAYS, DEFAULT, NEVER, Override, ShardingConfig
 from .levels import find_level
 
@@ -119,19 +119,36 @@ def read_config(source: Mapping[str, Any] | ShardingConfig | str | Path | None =
         raise ConfigError(
             f"config: expected a dict, the path of a file or a ShardingConfig, found a {type(source).__name__}"
         )
-    config = ShardingConfig()
+    return of_settings(settings_of(source or {}))
+
+
+def settings_of(source: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of a dict by `section.key`, each under its own name and checked by itself; `override` as it is
+    kept. Raises `ConfigError`."""
+    default = ShardingConfig()
     tables: dict[str, dict[str, Any]] = {}
-    for name, value in (source or {}).items():
+    settings: dict[str, Any] = {}
+    for name, value in source.items():
         if name == "override":
-            config = replace(config, override=_overrides(value))
+            settings[name] = _overrides(value)
             continue
-        section, table = _place(config, name, value)
+        section, table = _place(default, name, value)
         given = tables.setdefault(section, {})
         if given.keys() & table.keys():
             raise ConfigError(f"{section}.{next(iter(given.keys() & table.keys()))}: expected once, found twice")
         given.update(table)
     for section, table in tables.items():
-        config = replace(config, **{section: _section(section, getattr(config, section), table)})
+        found = _found(section, getattr(default, section), table)
+        settings |= {f"{section}.{key}": value for key, value in found.items()}
+    return settings
+
+
+def of_settings(settings: Mapping[str, Any]) -> ShardingConfig:
+    """The configuration with these settings, checked. Raises `ConfigError` for rules between keys."""
+    config = ShardingConfig(override=settings.get("override", ()))
+    for section in _sections():
+        own = {n.partition(".")[2]: value for n, value in settings.items() if n.startswith(f"{section}.")}
+        config = replace(config, **{section: replace(getattr(config, section), **own)})
     config.check()
     return config
 
@@ -142,7 +159,7 @@ def _sections() -> list[str]:
 
 def key_names() -> list[str]:
     """Every `section.key`, in the order of the file."""
-    return [f"{name}.{key.name}" for name in _sections() for key in fields(getattr(ShardingConfig(), name))]
+    return names_of((name, getattr(ShardingConfig(), name)) for name in _sections())
 
 
 def _place(config: ShardingConfig, name: object, value: Any) -> tuple[str, dict[str, Any]]:
@@ -170,7 +187,8 @@ def _place(config: ShardingConfig, name: object, value: Any) -> tuple[str, dict[
     raise unknown(str(name), value, [*_sections(), "override"] if what == "section" else key_names(), what)
 
 
-def _section(section: str, keys: Any, table: Mapping[str, Any]) -> Any:
+def _found(section: str, keys: Any, table: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings that a table makes of `keys`, by their own names."""
     found: dict[str, Any] = {}
     for name, value in table.items():
         if (section, name) == ("sharding", "strategy"):
@@ -187,18 +205,14 @@ def _section(section: str, keys: Any, table: Mapping[str, Any]) -> Any:
             lead not in table or found[lead] == "no_split_modules"
         ):
             found[lead] = choice
-    return replace(keys, **found)
+    return found
 
 
 def _find_key(section: str, keys: Any, name: object, value: Any) -> Field[Any]:
-    for key in fields(keys):
-        if name in (key.name, *key.metadata["spellings"]):
-            return key
     if section == "precision" and name == "buffer_dtype":
         raise ConfigError("precision.buffer_dtype: buffers keep their dtype; leave it out, or convert them with .to()")
-    valid = [key.name for key in fields(keys)]
-    prefix = section.partition("[")[0]
-    raise unknown(f"{section}.{name}", value, key_names() if prefix in _sections() else valid, "key")
+    known = section.partition("[")[0] in _sections()
+    return find_key(section, keys, name, value, key_names() if known else [key.name for key in fields(keys)])
 
 
 def _value(name: str, key: Field[Any], value: Any) -> Any:
@@ -261,7 +275,9 @@ def _overrides(value: Any) -> tuple[Override, ...]:
     if not isinstance(value, (list, tuple)) or not all(isinstance(table, (Mapping, Override)) for table in value):
         raise ConfigError("override: expected tables, written [[override]], each with modules and settings")
     return tuple(
-        table if isinstance(table, Override) else _section(f"override[{number}]", Override(), table)
+        table
+        if isinstance(table, Override)
+        else replace(Override(), **_found(f"override[{number}]", Override(), table))
         for number, table in enumerate(value)
     )
 
@@ -288,17 +304,13 @@ def to_toml(config: ShardingConfig, *, only_changes: bool = False) -> str:
     for section in _sections():
         keys = fields(getattr(config, section))
         lines = [
-            _line(key, table[section][key.name])
+            line(key, table[section][key.name])
             for key in keys
             if not only_changes or table[section][key.name] != default[section][key.name]
         ]
         if lines:
             blocks.append("\n".join([f"[{section}]", *lines, ""]))
     for found in table.get("override", ()):
-        lines = [_line(key, found[key.name]) for key in fields(Override) if key.name in found]
+        lines = [line(key, found[key.name]) for key in fields(Override) if key.name in found]
         blocks.append("\n".join(["[[override]]", *lines, ""]))
     return "\n".join(blocks)
-
-
-def _line(key: Field[Any], value: Any) -> str:
-    return f"{f'{key.name} = {show(value)}':<40}  # {key.metadata['doc']}"

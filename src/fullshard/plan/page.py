@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from html import escape
 
+from ..page import document, escape, heading, paragraph
+from ..page import table as table_of
 from .account import KINDS, Moment
 from .result import Plan, assumptions, duration, gigabytes, table
 
@@ -114,34 +115,19 @@ def _steps(points: Sequence[tuple[float, float]]) -> list[str]:
     return list(dict.fromkeys(corners))
 
 
-_STYLE = """
-body { font: 15px/1.5 sans-serif; max-width: 1180px; margin: 2em auto; padding: 0 1em; color: #222; }
-pre { overflow-x: auto; background: #f6f6f6; padding: 1em; font-size: 12px; }
-table { border-collapse: collapse; } th, td { text-align: left; padding: .1em 1.5em .1em 0; }
-.no { color: #b00020; } .yes { color: #1b7f3b; }
-"""
-
-
 def page(plan: Plan) -> str:
     """One HTML page that needs nothing else: the picture, the table, where compute waits, and the assumptions."""
-    verdict = '<span class="yes">fits</span>' if plan.fits else '<span class="no">does not fit</span>'
+    kind, verdict = ("good", "fits") if plan.fits else ("bad", "does not fit")
     waits = sorted(plan.simulated.exposed, key=lambda wait: -wait.seconds)[:20]
-    rows = "".join(
-        f"<tr><td>{escape(wait.unit)}</td><td>{wait.what}</td><td>{duration(wait.seconds)}</td></tr>" for wait in waits
-    )
-    waiting = (
-        f"<table><tr><th>unit</th><th>waits for</th><th>time</th></tr>{rows}</table>" if waits else "<p>Nowhere.</p>"
-    )
-    assumed = "".join(f"<li>{escape(text)}</li>" for text in assumptions(plan))
-    return f"""<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><title>Plan of
-{escape(plan.model.name)}</title><style>{_STYLE}</style></head> <body>
-<h1>{escape(plan.model.name)} on {plan.strategy.ranks} x {escape(plan.hardware.name)}: {verdict}</h1>
-{svg(plan)}
-<pre>{escape(table(plan))}</pre>
-<h2>Where compute waits for messages</h2>
-{waiting}
-<h2>What is assumed</h2>
-<ul>{assumed}</ul>
-</body></html>
-"""
+    rows = [(wait.unit, wait.what, duration(wait.seconds)) for wait in waits]
+    title = f"{plan.model.name} on {plan.strategy.ranks} x {plan.hardware.name}"
+    parts = [
+        f'<h1>{escape(title)}: <span class="{kind}">{verdict}</span></h1>',
+        svg(plan),
+        f"<pre>{escape(table(plan))}</pre>",
+        heading("Where compute waits for messages", level=2),
+        table_of(("unit", "waits for", "time"), rows, right=(2,)) if rows else paragraph("Nowhere."),
+        heading("What is assumed", level=2),
+        f"<ul>{''.join(f'<li>{escape(text)}</li>' for text in assumptions(plan))}</ul>",
+    ]
+    return document(f"Plan of {plan.model.name}", parts)

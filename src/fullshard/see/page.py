@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import html
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
+from ..page import document, escape, figure, heading, paragraph, table
 from . import picture
 from .causes import Exposure, Standing, are_enough, exposures, judged_steps, standings, stragglers
 from .compare import Change, changes
@@ -17,17 +17,9 @@ from .timeline import Memory, host_bound, human, milliseconds, on_device, shares
 DRAWN_RANKS, DRAWN_STEPS, RANKED = 8, 6, 15
 
 _STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; max-width: 1110px; margin: 2rem auto; padding: 0 1rem; color: #1a1a1a; }
-table { border-collapse: collapse; margin: .5rem 0; }
-td, th { padding: .2rem .9rem .2rem 0; text-align: left; vertical-align: top; }
-td.n, th.n { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }
-tr.marked td { color: #b3261e; font-weight: 600; }
-svg { max-width: 100%; height: auto; } svg text:not([fill]) { fill: #444; }
-figcaption, .small { color: #555; font-size: 13px; } figure { margin: .6rem 0 1.6rem; overflow: hidden; }
 .key span { display: inline-block; margin-right: 1rem; }
 .key i { display: inline-block; width: .8rem; height: .8rem; margin-right: .3rem; }
-.warn { color: #b3261e; } .lanes { cursor: grab; } nav select { font: inherit; margin-right: 1rem; }
-h2 { margin-top: 2rem; border-bottom: 1px solid #ddd; }
+.lanes { cursor: grab; } nav select { font: inherit; margin-right: 1rem; }
 """
 
 # Everything is in the page without it; it hides the steps and ranks that are not chosen, and enlarges lanes.
@@ -75,17 +67,14 @@ document.querySelectorAll('svg.lanes').forEach(svg => {
 def page(runs: Sequence[Run], step: int | None = None, rank: int | None = None) -> str:
     """The page. `step`, `rank`: draw these, instead of the last steps and the first ranks. Raises `RecordError`."""
     title = " and ".join(run.name for run in runs)
-    parts = [
-        f'<!doctype html><html lang="en"><meta charset="utf-8"><title>fullshard see {html.escape(title)}</title>',
-        f"<style>{_STYLE}</style><h1>{html.escape(title)}</h1>",
-    ]
+    parts = [heading(title)]
     if len(runs) == 2:
         parts += _changed(changes(runs[0], runs[1], step), runs) + _both(runs)
     for number, run in enumerate(runs):
         if len(runs) > 1:
-            parts.append(f'<h1 id="run{number}">{"AB"[number]}: {html.escape(run.name)}</h1>')
+            parts.append(heading(f"{'AB'[number]}: {run.name}", name=f"run{number}"))
         parts += _run(run, number, step, rank, runs)
-    return "\n".join([*parts, f"<script>{_SCRIPT}</script></html>"]) + "\n"
+    return document(f"fullshard see {title}", parts, style=_STYLE, script=_SCRIPT)
 
 
 # ---- one run ---------------------------------------------------------------------------------------------------------
@@ -98,17 +87,17 @@ def _run(run: Run, number: int, step: int | None, rank: int | None, runs: Sequen
     told = ", ".join(f"{name} {version}" for name, version in header.versions.items())
     units = len(header.units)
     parts = [
-        f'<p class="small">{run.world} ranks on {html.escape(header.device)}, {units} units, '
-        f"{sum(unit.numel for unit in header.units):,} parameters; {html.escape(told)}; "
+        f'<p class="small">{run.world} ranks on {escape(header.device)}, {units} units, '
+        f"{sum(unit.numel for unit in header.units):,} parameters; {escape(told)}; "
         f"{len(run.ranks[0].steps)} steps, {len(run.ranks[0].detailed())} of them recorded in full</p>"
     ]
-    parts += [f'<p class="warn">{html.escape(text)}</p>' for text in run.remarks]
+    parts += [paragraph(text, "warn") for text in run.remarks]
     for each in run.ranks:
         for failed in each.steps:
             if failed.failed:
                 text = f"rank {each.header.rank}, step {failed.number}: {failed.failed}"
-                held = "".join(f"<br>{html.escape(line)}" for line in held_at_failure(each, failed))
-                parts.append(f'<p class="warn">{html.escape(text)}{held}</p>')
+                held = "".join(f"<br>{escape(line)}" for line in held_at_failure(each, failed))
+                parts.append(f'<p class="warn">{escape(text)}{held}</p>')
     parts += _where_time_went(run, chosen, first)
     drawn_ranks = [first] if rank is not None else list(run.ranks[:DRAWN_RANKS])
     drawn_steps = [chosen] if step is not None else (run.common() or run.common(failed=True))[-DRAWN_STEPS:]
@@ -153,7 +142,7 @@ def _where_time_went(run: Run, number: int, rank: RankRecord) -> list[str]:
     return [
         f"<h2>Where the time of step {number} went</h2>",
         f"<p>{milliseconds(step.nanoseconds)} on rank {rank.header.rank}: {100 * found.compute / total:.0f} % compute "
-        f"of units, <b>{100 * found.wait / total:.0f} % exposed messages</b>, {html.escape(bound)}, "
+        f"of units, <b>{100 * found.wait / total:.0f} % exposed messages</b>, {escape(bound)}, "
         f"{100 * found.other / total:.0f} % data, loss and optimizer.</p>",
         _ranked(rank, exposures(run, rank, number), step),
     ]
@@ -176,7 +165,7 @@ def _ranked(rank: RankRecord, found: Sequence[Exposure], step: Step) -> str:
     ]
     more = len(found) - len(shown)
     below = f'<p class="small">{more} more, each shorter</p>' if more > 0 else ""
-    return _table(("unit", "message", "exposed", "of the step", "cause"), rows, right=(2, 3), name="exposed") + below
+    return table(("unit", "message", "exposed", "of the step", "cause"), rows, right=(2, 3), name="exposed") + below
 
 
 _KEY = (
@@ -215,13 +204,13 @@ def _step(rank: RankRecord, step: Step, end: int, most: int) -> str:
         caption += f" Of {unknown} messages the backend does not tell the arrival: drawn to the end of their wait."
     return (
         f"<h3>Step {step.number}, rank {rank.header.rank}: {milliseconds(step.nanoseconds)}</h3>"
-        + _figure(picture.lanes(rank, step, end), caption)
-        + _figure(
+        + figure(picture.lanes(rank, step, end), caption)
+        + figure(
             picture.bytes_by_kind(rank, step, end=end, most=most),
             f"Bytes that the library holds, without activations. Peak {human(peak)} at {milliseconds(at)}: "
-            f"{html.escape(kinds)}. Its five largest: {html.escape('; '.join(held))}.",
+            f"{escape(kinds)}. Its five largest: {escape('; '.join(held))}.",
         )
-        + _figure(
+        + figure(
             picture.bytes_by_unit(rank, step, end),
             "The same by unit, without shards and optimizer; all rows have one scale.",
         )
@@ -233,13 +222,13 @@ def _curves(run: Run, runs: Sequence[Run]) -> list[str]:
     for name in _figures([run]):
         points = _points(run, name)
         lost = [str(x) for x, y in points if not math.isfinite(y)]
-        caption = html.escape(name) + (f"; not finite in step {', '.join(lost[:5])}" if lost else "")
-        parts.append(_figure(picture.curve([(name, _RUN_COLORS[runs.index(run)], points)], name), caption))
+        caption = escape(name) + (f"; not finite in step {', '.join(lost[:5])}" if lost else "")
+        parts.append(figure(picture.curve([(name, _RUN_COLORS[runs.index(run)], points)], name), caption))
     times = [
         (f"rank {rank.header.rank}", picture.unit_color(rank.header.rank, "backward"), _times(rank))
         for rank in run.ranks[:DRAWN_RANKS]
     ]
-    parts.append(_figure(picture.curve(times, "time of each step"), "Milliseconds of each step but the first."))
+    parts.append(figure(picture.curve(times, "time of each step"), "Milliseconds of each step but the first."))
     return parts
 
 
@@ -275,7 +264,7 @@ def _ranks(run: Run, number: int) -> list[str]:
     parts = [f"<h2>Ranks in step {number}</h2>"]
     for each in late:
         said, style = ("straggler", "warn") if each.is_sure else ("perhaps a straggler", "small")
-        parts.append(f'<p class="{style}">{said}: {html.escape(str(each))}</p>')
+        parts.append(f'<p class="{style}">{said}: {escape(str(each))}</p>')
     if not late and len(found) > 1:
         judged = len(judged_steps(run))
         text = "No rank keeps the others waiting all the time."
@@ -286,9 +275,9 @@ def _ranks(run: Run, number: int) -> list[str]:
         parts.append(f"<p>Not known of {ranks_named(run.missing)}, which have no record here.</p>")
     head = ("rank", "median step", "compute", "exposed", "host", "other", "last at messages", "later by")
     marked = {i for i, e in enumerate(found) for each in late if each.is_sure and e.rank == each.rank}
-    parts.append(_table(head, rows, right=range(1, 8), marked=marked, name="ranks"))
+    parts.append(table(head, rows, right=range(1, 8), marked=marked, name="ranks"))
     parts.append(
-        _figure(
+        figure(
             picture.bars(bars, "shares by rank"), "compute (blue), exposed messages (red), host (dark), other (light)"
         )
     )
@@ -307,7 +296,7 @@ def _checkpoints(rank: RankRecord) -> list[str]:
         return []
     return [
         "<h2>Checkpoints</h2>",
-        _table(("after step", "what", "the run stood still", ""), rows, right=(2,), name="notes"),
+        table(("after step", "what", "the run stood still", ""), rows, right=(2,), name="notes"),
     ]
 
 
@@ -317,11 +306,11 @@ def _checkpoints(rank: RankRecord) -> list[str]:
 def _changed(found: Sequence[Change], runs: Sequence[Run]) -> list[str]:
     rows = [(item.what, item.before, item.after, item.change) for item in found]
     marked = {i for i, item in enumerate(found) if item.worse}
-    links = " and ".join(f'<a href="#run{i}">{"AB"[i]}: {html.escape(run.name)}</a>' for i, run in enumerate(runs))
+    links = " and ".join(f'<a href="#run{i}">{"AB"[i]}: {escape(run.name)}</a>' for i, run in enumerate(runs))
     head = ("", *(f"{letter}: {run.name}" for letter, run in zip("AB", runs, strict=True)), "change")
     return [
         f"<h2>What changed from A to B</h2><p>Each by itself: {links}.</p>",
-        _table(head, rows, right=(1, 2, 3), marked=marked, name="changes"),
+        table(head, rows, right=(1, 2, 3), marked=marked, name="changes"),
         '<p class="small">Red: worse by more than a twentieth. Times are of rank 0.</p>',
     ]
 
@@ -331,36 +320,9 @@ def _both(runs: Sequence[Run]) -> list[str]:
     names = [f"{letter}: {run.name}" for letter, run in zip("AB", runs, strict=True)]
     lines = list(zip(names, _RUN_COLORS, runs, strict=True))
     parts = ["<h2>Step by step</h2>"]
-    for figure in _figures(runs):
-        series = [(name, color, _points(run, figure)) for name, color, run in lines]
-        parts.append(_figure(picture.curve(series, f"{figure} of both"), html.escape(figure)))
+    for each in _figures(runs):
+        series = [(name, color, _points(run, each)) for name, color, run in lines]
+        parts.append(figure(picture.curve(series, f"{each} of both"), escape(each)))
     times = [(name, color, _times(run.ranks[0])) for name, color, run in lines]
-    parts.append(_figure(picture.curve(times, "times of both"), "Milliseconds of each step but the first, of rank 0."))
+    parts.append(figure(picture.curve(times, "times of both"), "Milliseconds of each step but the first, of rank 0."))
     return parts
-
-
-# ---- parts -----------------------------------------------------------------------------------------------------------
-
-
-def _figure(svg: str, caption: str) -> str:
-    return f"<figure>{svg}<figcaption>{caption}</figcaption></figure>"
-
-
-def _table(
-    head: Sequence[str],
-    rows: Iterable[Sequence[str]],
-    *,
-    right: Iterable[int] = (),
-    marked: Iterable[int] = (),
-    name: str = "",
-) -> str:
-    numbers, red = set(right), set(marked)
-
-    def cells(row: Sequence[str], tag: str) -> str:
-        return "".join(
-            f"<{tag}{' class=n' if i in numbers else ''}>{html.escape(cell)}</{tag}>" for i, cell in enumerate(row)
-        )
-
-    lines = [f"<tr>{cells(head, 'th')}</tr>"]
-    lines += [f"<tr{' class=marked' if i in red else ''}>{cells(row, 'td')}</tr>" for i, row in enumerate(rows)]
-    return f'<table class="{name}">{"".join(lines)}</table>'

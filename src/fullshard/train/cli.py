@@ -210,8 +210,8 @@ def _automatic(config: Config, world: int) -> dict[str, str]:
     from fullshard.train.process import device_kind, threads_per_process
 
     keys, size, notes = config.training, config.micro_batch(world), {}
-    if config.parallelism.data_parallel_shard_degree == -1:
-        notes["parallelism.data_parallel_shard_degree"] = str(config.parallelism.degrees(world)[1])
+    if config.sharding.sharding.data_parallel_shard_degree == -1:
+        notes["sharding.data_parallel_shard_degree"] = str(config.sharding.degrees(world)[1])
     if keys.device == "auto":
         notes["training.device"] = device_kind(config)
     if not keys.threads:

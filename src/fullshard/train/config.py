@@ -10,16 +10,19 @@ raises `ConfigError`, whose text is one line that names the key, the value and t
 
 from __future__ import annotations
 
+import re
 import tomllib
 from collections.abc import Iterable, Mapping
-from dataclasses import Field, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 from fullshard.keys import ConfigError as ConfigError
-from fullshard.keys import checked, read_toml, setting, unknown
+from fullshard.keys import checked, find_key, line, names_of, read_toml, setting, unknown
 from fullshard.keys import invalid as invalid
 from fullshard.keys import show as show
+from fullshard.migrate import ShardingConfig, reading
+from fullshard.train import former_keys
 
 AUTO = "auto"
 
@@ -70,18 +73,7 @@ class TrainingKeys:
     check_every: int = setting(
         0, "steps between two in which gathers and reductions are checked (check_invariants); 0 = none", least=0
     )
-    recompute: str = setting(
-        "none",
-        'activations: "none" keeps all; "block" keeps block inputs and recomputes',
-        choices=("none", "block"),
-    )
-    recompute_every: int = setting(1, "of the blocks every n-th alone is recomputed", least=1)
-    recompute_save: tuple[str, ...] = setting(
-        (), 'operators whose results are kept although the block is recomputed, such as "aten.mm"'
-    )
-    offload_activations: bool = setting(
-        False, "what blocks keep for backward is in host memory until then; no effect on a CPU"
-    )
+    timeout_seconds: float = setting(300.0, "a collective that takes longer ends the run", above=0.0)
     device: str = setting("auto", '"auto" = cuda where there is a device, else cpu', choices=("auto", "cpu", "cuda"))
     seed: int = setting(0, "seed of initial weights, sample order and generated text", least=0)
     threads: int = setting(0, "CPU threads per process; 0 = cores / processes", least=0)
@@ -96,44 +88,6 @@ class OptimizerKeys:
     beta2: float = setting(0.95, "decay of the second moment", least=0.0, most=0.9999999)
     eps: float = setting(1e-8, "added to the root of the second moment", above=0.0)
     weight_decay: float = setting(0.1, "decoupled decay of matrices; norm weights are not decayed", least=0.0)
-
-
-@dataclass(frozen=True, slots=True)
-class ParallelismKeys:
-    data_parallel_shard_degree: int = setting(-1, "processes that share one copy of the state; -1 = all", least=-1)
-    data_parallel_replicate_degree: int = setting(
-        1, "number of such groups, each with a copy (HSDP); -1 = all that are left", least=-1
-    )
-    reshard_after_forward: int | str = setting(
-        "default",
-        'free full parameters after forward: "default" = all but the root\'s, "always", "never"; a number k = blocks '
-        "keep 1/k, gathered again among k processes",
-        least=2,
-        words=("default", "always", "never"),
-    )
-    cpu_offload: bool = setting(False, "shards, gradients and optimizer state in host memory")
-    timeout_seconds: float = setting(300.0, "a collective that takes longer ends the run", above=0.0)
-
-    def degrees(self, world: int) -> tuple[int, int]:
-        """(replicate, shard) on `world` processes, after `Config.check_world`."""
-        copies = self.data_parallel_replicate_degree
-        if copies == -1:
-            copies = world // self.data_parallel_shard_degree
-        return copies, world // copies
-
-
-_DTYPES = ("default", "float32", "bfloat16")
-
-
-@dataclass(frozen=True, slots=True)
-class PrecisionKeys:
-    param: str = setting("default", "dtype of gathered parameters and of compute", choices=_DTYPES)
-    reduce: str = setting(
-        "default",
-        "dtype in which gradients are summed over micro-batches and processes",
-        choices=(*_DTYPES, "float64"),
-    )
-    output: str = setting("default", "dtype of the logits that the model returns", choices=_DTYPES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,8 +151,8 @@ class Config:
     model: ModelKeys = ModelKeys()
     training: TrainingKeys = TrainingKeys()
     optimizer: OptimizerKeys = OptimizerKeys()
-    parallelism: ParallelismKeys = ParallelismKeys()
-    precision: PrecisionKeys = PrecisionKeys()
+    # What `prepare_fully_shard` takes, as far as the trainer's model leaves a choice.
+    sharding: ShardingConfig = ShardingConfig()
     data: DataKeys = DataKeys()
     metrics: MetricsKeys = MetricsKeys()
     checkpoint: CheckpointKeys = CheckpointKeys()
@@ -211,7 +165,7 @@ class Config:
 
     def check(self) -> None:
         """Rules between keys. Raises `ConfigError`."""
-        m, p, d = self.model, self.parallelism, self.data
+        m, d = self.model, self.data
         if m.dim % m.heads or (m.dim // m.heads) % 2:
             heads = [h for h in range(1, m.dim // 2 + 1) if m.dim % h == 0 and (m.dim // h) % 2 == 0]
             if not heads:
@@ -221,17 +175,6 @@ class Config:
         if m.heads % m.kv_heads:
             nearest = _nearest(m.kv_heads, _divisors(m.heads))
             raise invalid("model.kv_heads", m.kv_heads, f"must divide model.heads = {m.heads}", nearest)
-        if p.data_parallel_shard_degree == 0:
-            raise invalid("parallelism.data_parallel_shard_degree", 0, "expected -1 (all) or at least 1", "-1")
-        if p.data_parallel_replicate_degree == 0:
-            raise invalid("parallelism.data_parallel_replicate_degree", 0, "expected -1 (all) or at least 1", "1")
-        if p.data_parallel_shard_degree == p.data_parallel_replicate_degree == -1:
-            problem = "expected a number here or as data_parallel_shard_degree"
-            raise invalid("parallelism.data_parallel_replicate_degree", -1, problem, "1")
-        for key in ("recompute_every", "recompute_save"):
-            value = getattr(self.training, key)
-            if self.training.recompute == "none" and value != getattr(TrainingKeys(), key):
-                raise invalid(f"training.{key}", value, 'has no effect with training.recompute = "none"', '"block"')
         c = self.checkpoint
         for key in ("staging_mib", "queue"):
             value = getattr(c, key)
@@ -241,33 +184,12 @@ class Config:
             raise invalid("checkpoint.metric", c.metric, "has no effect with checkpoint.keep_best = 0")
         if d.corpus != "builtin" and not (d.corpus.startswith("path:") and len(d.corpus) > len("path:")):
             raise invalid("data.corpus", d.corpus, 'expected "builtin" or "path:FILE"', _nearest_corpus(d.corpus))
+        _check_sharding(self.sharding)
 
     def check_world(self, world: int) -> None:
         """Rules that depend on the number of processes `world`. Raises `ConfigError`."""
         batch = self.training.global_batch
-        degree = self.parallelism.data_parallel_shard_degree
-        copies = self.parallelism.data_parallel_replicate_degree
-        if copies == -1:
-            if world % degree:
-                problem, nearest = f"must divide the {world} process(es)", _nearest(degree, _divisors(world))
-                raise invalid("parallelism.data_parallel_shard_degree", degree, problem, nearest)
-            copies = world // degree
-        if world % copies:
-            problem, nearest = (
-                f"must divide the {world} process(es) into equal groups",
-                _nearest(copies, _divisors(world)),
-            )
-            raise invalid("parallelism.data_parallel_replicate_degree", copies, problem, nearest)
-        if degree not in (-1, world // copies):
-            problem = f"there are {world} process(es)" + (f" for {copies} copies" if copies > 1 else "")
-            key = "parallelism.data_parallel_shard_degree"
-            raise invalid(key, degree, problem, f"{world // copies} (or -1 for all)")
-        kept = self.parallelism.reshard_after_forward
-        if isinstance(kept, int) and (world // copies) % kept:
-            factors = [k for k in _divisors(world // copies) if k > 1]
-            problem = f"must divide the {world // copies} process(es) that share a copy"
-            nearest = _nearest(kept, factors) if factors else show("default")
-            raise invalid("parallelism.reshard_after_forward", kept, problem, nearest)
+        self.sharding.degrees(world)
         if batch % world:
             problem = f"must be a multiple of the {world} processes"
             multiples = [max(batch // world, 1) * world, (batch // world + 1) * world]
@@ -277,10 +199,60 @@ class Config:
             problem = f"must divide the {share} sequences that each of {world} process(es) has of a step"
             raise invalid("training.micro_batch", micro, problem, _nearest(micro, _divisors(share)))
 
+    def with_replicas(self, replicas: int) -> Config:
+        """The same with so many copies of the state."""
+        keys = replace(self.sharding.sharding, data_parallel_replicate_degree=replicas)
+        return replace(self, sharding=replace(self.sharding, sharding=keys))
+
     def micro_batch(self, world: int) -> int:
         """Sequences in one forward pass of each of `world` processes; with "auto", in the first one."""
         share, micro = self.training.global_batch // world, self.training.micro_batch
         return min(micro or share, share) if isinstance(micro, int) else share
+
+
+# What the trainer's model decides by itself, by section of `ShardingConfig`.
+_DECIDED = {
+    "wrap": "units are the blocks of the trainer's model, and the rest",
+    "initialisation": "values are drawn from training.seed, each rank its own rows",
+    "micro_batches": "set training.micro_batch and training.accumulate",
+    "state_dict": "checkpoints are sharded, and model.safetensors at the end is whole",
+}
+_DTYPES = ("float32", "bfloat16")
+
+
+def _check_sharding(config: ShardingConfig) -> None:
+    """Raise `ConfigError` for a setting of [sharding] without effect on the trainer's model."""
+    default = ShardingConfig()
+    for section, instead in _DECIDED.items():
+        keys = getattr(config, section)
+        for key in fields(keys):
+            value = getattr(keys, key.name)
+            if value != getattr(getattr(default, section), key.name):
+                raise invalid(f"sharding.{section}.{key.name}", value, f"has no effect in the trainer: {instead}")
+    if config.override:
+        raise ConfigError("sharding.override: expected none: all blocks of the trainer's model have the same settings")
+    precision = config.precision
+    for name, dtype in zip(("param", "reduce", "output"), precision.dtypes, strict=True):
+        known = (*_DTYPES, "float64") if name == "reduce" else _DTYPES
+        if dtype not in (None, *known):
+            problem = f"expected one of {', '.join(map(show, known))}"
+            if dtype == "float16":
+                problem += "; the trainer does not scale losses"
+            raise invalid(f"sharding.precision.{name}", dtype, problem, show("bfloat16"))
+    if precision.master not in ("default", "float32"):
+        raise invalid(
+            "sharding.precision.master", precision.master, "the trainer's parameters are float32", '"float32"'
+        )
+    for name, problem in (
+        ("cast_inputs", "has no effect: tokens are whole numbers, and blocks get what was computed in the same dtype"),
+        ("keep_float32", "has no effect: all of the trainer's model computes in sharding.precision.param"),
+    ):
+        if getattr(precision, name) != getattr(default.precision, name):
+            raise invalid(f"sharding.precision.{name}", getattr(precision, name), problem)
+    at = config.activation_checkpointing.at
+    if at not in ("none", "units"):
+        name = "sharding.activation_checkpointing.at"
+        raise invalid(name, at, "of the trainer's model the blocks are recomputed, its units", show("units"))
 
 
 def _divisors(number: int) -> list[int]:
@@ -301,28 +273,27 @@ def _nearest_corpus(value: str) -> str:
 
 def load_config(path: Path | None, overrides: Iterable[str] = (), elsewhere: Mapping[str, Any] | None = None) -> Config:
     """Defaults, then the settings from elsewhere, by `section.key`, and the file, which may not contradict each other,
-    then the overrides (`section.key=value`) in order; checked.
+    then the overrides (`section.key=value`) in order; checked. Former names of keys are read, with one warning.
 
     Raises `ConfigError` for every mistake in them, including an unreadable file.
     """
-    config, elsewhere = Config(), elsewhere or {}
-    for name, value in elsewhere.items():
-        section, _, key = name.partition(".")
-        config = _with_value(config, section, key, value)
-    for section, table in ({} if path is None else read_toml(path)).items():
-        if section not in _sections():
-            raise unknown(section, table, _sections(), "section")
-        if not isinstance(table, dict):
-            raise invalid(section, table, f"expected a section, written [{section}]")
-        for key, value in table.items():
-            other = elsewhere.get(f"{section}.{key}", value)
-            if other != value:
-                problem = f"{path} and --from contradict each other, where it is {show(other)}; leave one out"
-                raise invalid(f"{section}.{key}", value, problem)
-            config = _with_value(config, section, key, value)
+    elsewhere = elsewhere or {}
+    settings, former = _of_tables({} if path is None else read_toml(path))
+    given = settings | _checked(former_keys.renamed(former))
+    for name, value in given.items():
+        other = elsewhere.get(name, value)
+        if other != value:
+            problem = f"{path} and --from contradict each other, where it is {show(other)}; leave one out"
+            raise invalid(name, value, problem)
+    settings = {**elsewhere, **settings}
     for text in overrides:
-        config = _with_override(config, text)
+        changed, before = _of_override(text)
+        settings |= changed
+        former |= before
+    former_keys.refuse_both(former, {name: value for name, value in settings.items() if name not in elsewhere})
+    config = _made({**settings, **_checked(former_keys.renamed(former))})
     config.check()
+    former_keys.warn(former)
     return config
 
 
@@ -332,48 +303,143 @@ def to_toml(config: Config, *, notes: Mapping[str, str] | None = None) -> str:
     `notes` maps "section.key" to the resolved value of an automatic setting, for instance "here: 2".
     """
     lines: list[str] = []
-    for section in _sections():
+    for section, keys in _keys(config):
         lines.append(f"[{section}]")
-        keys = getattr(config, section)
-        for key in fields(keys):
-            note = (notes or {}).get(f"{section}.{key.name}")
-            doc = key.metadata["doc"] + (f" [{note}]" if note else "")
-            lines.append(f"{f'{key.name} = {show(getattr(keys, key.name))}':<40}  # {doc}")
+        lines += [
+            line(key, getattr(keys, key.name), (notes or {}).get(f"{section}.{key.name}", "")) for key in fields(keys)
+        ]
         lines.append("")
     return "\n".join(lines)
 
 
 def key_names() -> list[str]:
     """Every `section.key`, in the order of the file."""
-    return [f"{section}.{key.name}" for section in _sections() for key in fields(getattr(Config(), section))]
+    return names_of(_keys(Config()))
+
+
+def value_of(config: Config, name: str) -> Any:
+    """The value of a key in `key_names`."""
+    section, _, key = name.rpartition(".")
+    return getattr(dict(_keys(config))[section], key)
+
+
+# Of `ShardingConfig` what the trainer's model has settings for: [sharding], and tables in it.
+_SHARDING = {
+    "sharding": "sharding",
+    "sharding.precision": "precision",
+    "sharding.activation_checkpointing": "activation_checkpointing",
+}
+
+
+def _keys(config: Config) -> list[tuple[str, Any]]:
+    """The sections of the file with their keys."""
+    found: list[tuple[str, Any]] = []
+    for section in _sections():
+        if section == "sharding":
+            found += [(name, getattr(config.sharding, own)) for name, own in _SHARDING.items()]
+        else:
+            found.append((section, getattr(config, section)))
+    return found
 
 
 def _sections() -> list[str]:
     return [section.name for section in fields(Config)]
 
 
-def _with_override(config: Config, text: str) -> Config:
+def _of_tables(tables: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The settings of a file, by `section.key`, and those under former names."""
+    settings: dict[str, Any] = {}
+    former: dict[str, Any] = {}
+    for section, table in tables.items():
+        if section not in (*_sections(), *former_keys.SECTIONS):
+            raise unknown(section, table, _sections(), "section")
+        if section != "sharding" and not isinstance(table, dict):
+            raise invalid(section, table, f"expected a section, written [{section}]")
+        if section == "sharding":
+            settings |= _of_sharding(table)
+            continue
+        for key, value in table.items():
+            name = f"{section}.{key}"
+            if name in former_keys.FORMER:
+                former[name] = value
+            else:
+                settings |= _checked({name: value})
+    return settings, former
+
+
+def _of_override(text: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What `--set` says, as `_of_tables`."""
     name, equals, raw = text.partition("=")
-    section, _, key = name.strip().partition(".")
-    raw = raw.strip()
+    name, raw = name.strip(), raw.strip()
+    section, _, key = name.partition(".")
     if not equals or not key:
         raise ConfigError(f"--set {text}: expected section.key=value, for example --set training.steps=20")
-    try:
-        value = tomllib.loads(f"value = {raw}")["value"]
-    except tomllib.TOMLDecodeError:
-        value = raw  # a string: quotes need not survive the shell
-    if not isinstance(value, str) and _find_key(section, key, raw).type == "str":
+    value = _value(raw)
+    if name in former_keys.FORMER:
+        return {}, {name: value}
+    if section != "sharding" and not isinstance(value, str) and _found(section, key, raw).type == "str":
         value = raw
-    return _with_value(config, section, key, value)
+    return _checked({name: value}), {}
 
 
-def _with_value(config: Config, section: str, key: str, value: Any) -> Config:
-    value = checked(f"{section}.{key}", _find_key(section, key, value), value)
-    return replace(config, **{section: replace(getattr(config, section), **{key: value})})
+def _value(raw: str) -> Any:
+    try:
+        return tomllib.loads(f"value = {raw}")["value"]
+    except tomllib.TOMLDecodeError:
+        return raw  # a string: quotes need not survive the shell
 
 
-def _find_key(section: str, key: str, value: Any) -> Field[Any]:
-    keys = {found.name: found for found in fields(getattr(Config(), section))} if section in _sections() else {}
-    if key not in keys:
-        raise unknown(f"{section}.{key}", value, key_names(), "key")
-    return keys[key]
+def _checked(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings by `section.key`, each checked by itself, under its own name."""
+    found: dict[str, Any] = {}
+    for name, value in settings.items():
+        section, _, key = name.partition(".")
+        if section == "sharding":
+            for part in reversed(key.split(".")):
+                value = {part: value}
+            found |= _of_sharding(value)
+        else:
+            found[name] = checked(name, _found(section, key, value), value)
+    return found
+
+
+def _found(section: str, key: str, value: Any) -> Any:
+    keys = getattr(Config(), section) if section in _sections() and section != "sharding" else None
+    return find_key(section, keys, key, value, key_names())
+
+
+def _of_sharding(table: Any) -> dict[str, Any]:
+    """The settings of a table [sharding], which is read as a `ShardingConfig` is, by `section.key` of the trainer."""
+    try:
+        found = reading.settings_of(table if isinstance(table, Mapping) else {"sharding": table})
+    except ConfigError as error:
+        raise ConfigError(_inside(str(error))) from None
+    return {name if name.startswith("sharding.") else f"sharding.{name}": value for name, value in found.items()}
+
+
+def _made(settings: Mapping[str, Any]) -> Config:
+    """The configuration with these settings."""
+    config, sharding = Config(), {}
+    for name, value in settings.items():
+        section, _, key = name.partition(".")
+        if section == "sharding":
+            own = "." in key or key == "override"
+            sharding[key if own else name] = value
+        else:
+            config = replace(config, **{section: replace(getattr(config, section), **{key: value})})
+    try:
+        return replace(config, sharding=reading.of_settings(sharding))
+    except ConfigError as error:
+        raise ConfigError(_inside(str(error))) from None
+
+
+def _inside(text: str) -> str:
+    """An error of a `ShardingConfig` with the names that its keys have in the trainer's file."""
+    if text.startswith("["):
+        text = f"[sharding.{text[1:]}"
+    elif not text.startswith("sharding."):
+        text = f"sharding.{text}"
+    # The one choice of the trainer's model.
+    text = text.replace('at = "children"', 'at = "units"')
+    sections = "|".join(key.name for key in fields(ShardingConfig) if key.name != "sharding")
+    return re.sub(rf"(?<=nearest valid: )(?=(?:{sections})\b)", "sharding.", text)

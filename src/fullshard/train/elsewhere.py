@@ -16,8 +16,7 @@ from fullshard.migrate import ShardingConfig, read_config
 from fullshard.migrate.settings.conversion import MICRO, OTHERS, Conversion, convert_file
 from fullshard.migrate.verdict import DROPPED, EQUIVALENT, EXACT, LOSSY, Finding, Place
 
-_RESHARD = {True: "always", False: "never"}
-_DTYPES = {None: "default", "float32": "float32", "bfloat16": "bfloat16"}
+_DTYPES = ("float32", "bfloat16")
 
 
 @dataclass(frozen=True)
@@ -111,24 +110,19 @@ def _rows(config: ShardingConfig) -> Iterator[_Row]:
 
 def _sharding(config: ShardingConfig) -> Iterator[_Row]:
     for key, value in _changed(config, "sharding"):
-        new = key.replace("sharding.", "parallelism.")
-        if key == "sharding.reshard_after_forward":
-            yield _Row(key, value, EXACT, {new: _RESHARD[value] if type(value) is bool else value}, "of each block")
-        elif key == "sharding.pin_memory":
-            yield _Row(key, value, EQUIVALENT, {}, "the same values; host memory is page-locked")
-        else:
-            yield _Row(key, value, EXACT, {new: value}, "the same")
+        reason = "of each block" if key == "sharding.reshard_after_forward" else "the same"
+        yield _Row(key, value, EXACT, {key: value}, reason)
 
 
 def _precision(config: ShardingConfig) -> Iterator[_Row]:
-    choices = {"param": _DTYPES, "reduce": {**_DTYPES, "float64": "float64"}, "output": _DTYPES}
+    choices = {"param": _DTYPES, "reduce": (*_DTYPES, "float64"), "output": _DTYPES}
     for (name, known), dtype in zip(choices.items(), config.precision.dtypes, strict=True):
         key = f"precision.{name}"
-        if dtype not in known:
+        if dtype not in (None, *known):
             reason = "the trainer does not scale losses" if dtype == "float16" else "there is no such choice"
             yield _Row(key, dtype, LOSSY, {}, f"{reason}: without it, that of the parameters, float32")
         elif dtype is not None:
-            yield _Row(key, dtype, EXACT, {key: known[dtype]}, "the same")
+            yield _Row(key, dtype, EXACT, {f"sharding.{key}": dtype}, "the same")
     if config.precision.master not in ("default", "float32"):
         yield _Row("precision.master", config.precision.master, LOSSY, {}, "the trainer's parameters are float32")
     elif config.precision.master == "float32":
@@ -145,17 +139,14 @@ def _precision(config: ShardingConfig) -> Iterator[_Row]:
 
 def _activations(config: ShardingConfig) -> Iterator[_Row]:
     keys, name = config.activation_checkpointing, "activation_checkpointing"
-    if keys.offload:
-        yield _Row(f"{name}.offload", True, EXACT, {"training.offload_activations": True}, "of the blocks")
-    if keys.at == "none" or not keys.recompute:
+    if keys.at == "none":
         return
-    reason = "of the trainer's model the blocks are computed again"
-    yield _Row(f"{name}.at", keys.at, EQUIVALENT, {"training.recompute": "block"}, reason)
-    if keys.every > 1:
-        yield _Row(f"{name}.every", keys.every, EXACT, {"training.recompute_every": keys.every}, "of the blocks")
-    if keys.save:
-        saved = list(keys.save)
-        yield _Row(f"{name}.save", saved, EXACT, {"training.recompute_save": saved}, "these results are kept")
+    new = {f"sharding.{name}.at": "units"}
+    yield _Row(f"{name}.at", keys.at, EQUIVALENT, new, "of the trainer's model they are the blocks")
+    for key, value in _changed(config, name):
+        last = key.rpartition(".")[2]
+        if last in ("every", "recompute", "save", "offload"):
+            yield _Row(key, list(value) if last == "save" else value, EXACT, {f"sharding.{key}": value}, "the same")
 
 
 def _changed(config: ShardingConfig, section: str) -> Iterator[tuple[str, Any]]:

@@ -27,7 +27,6 @@ import os
 import platform
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
-from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -37,14 +36,24 @@ from torch.distributed.tensor import DTensor
 
 from fullshard import MicroBatches, __version__, checkpoint
 from fullshard.checkpoint.formats.hf import Entry, SafetensorsWriter
-from fullshard.train.config import CheckpointKeys, Config, ConfigError, invalid, key_names, load_config, show, to_toml
+from fullshard.train.config import (
+    CheckpointKeys,
+    Config,
+    ConfigError,
+    invalid,
+    key_names,
+    load_config,
+    show,
+    to_toml,
+    value_of,
+)
 from fullshard.train.metrics import StepRecord, read_metrics
 from fullshard.train.process import World
 
 CHECKPOINTS = "checkpoints"
 
 # Keys that decide which numbers a run computes. Everything else may change when it continues.
-_FIXED_SECTIONS = ("model", "data", "precision", "optimizer")
+_FIXED_SECTIONS = ("model", "data", "sharding.precision", "optimizer")
 _FIXED_KEYS = ("training.global_batch", "training.sequence_length", "training.seed", "training.clip_norm")
 
 
@@ -154,8 +163,8 @@ def check_resumable(path: Path, config: Config) -> None:
     except ConfigError as error:
         raise ConfigError(f"run.dir = {show(str(path))}: its config.toml cannot be read: {error}") from None
     for key in key_names():
-        before, now = attrgetter(key)(old), attrgetter(key)(config)
-        if before != now and (key in _FIXED_KEYS or key.partition(".")[0] in _FIXED_SECTIONS):
+        before, now = value_of(old, key), value_of(config, key)
+        if before != now and (key in _FIXED_KEYS or key.rpartition(".")[0] in _FIXED_SECTIONS):
             problem = f"the run in {path} has {show(before)}, and a continued run must not change it"
             raise invalid(key, now, problem, show(before))
     manifest = read_manifest(path)

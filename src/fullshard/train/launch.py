@@ -59,7 +59,8 @@ def num_processes(config: Config, asked: int | None) -> int:
     """`--nproc`, else the product of the degrees, else one per CUDA device, else 2 shards per replica. Raises
     `ConfigError` for impossible numbers."""
     kind = device_kind(config)
-    degree, copies = config.parallelism.data_parallel_shard_degree, config.parallelism.data_parallel_replicate_degree
+    keys = config.sharding.sharding
+    degree, copies = keys.data_parallel_shard_degree, keys.data_parallel_replicate_degree
     devices = torch.cuda.device_count() if kind == "cuda" else 0
     count = asked or (degree * copies if min(degree, copies) > 0 else devices or 2 * max(degree, copies))
     if asked is not None and asked < 1:

@@ -128,7 +128,7 @@ class Trainer:
         self.pad = tokenizer.pad
         self.token_nbytes = torch.tensor(tokenizer.token_nbytes())
         self.flop_per_token = flop_per_token(model.shape, sum(p.numel() for p in model.parameters()))
-        self.peak_flop_per_second = peak_flop_per_second(world.device, compute_dtype(config.precision))
+        self.peak_flop_per_second = peak_flop_per_second(world.device, compute_dtype(config.sharding.precision))
         # The random numbers of a step depend on (seed, step, rank): the same with and without a stop.
         self.random = checkpoint.RandomState(keys.seed, world.rank)
         self.held: Report | None = None

@@ -33,7 +33,8 @@ from fullshard import (
     checkpoint_activations,
     fully_shard,
 )
-from fullshard.train.config import Config, OptimizerKeys, PrecisionKeys
+from fullshard.migrate.config import PrecisionKeys
+from fullshard.train.config import Config, OptimizerKeys
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,14 +220,6 @@ def flop_per_token(shape: LlamaShape, num_params: int) -> float:
 
 # ---- the sharded model -----------------------------------------------------------------------------------------
 
-_RESHARD: dict[int | str, bool | None] = {"default": None, "always": True, "never": False}
-_DTYPES: dict[str, torch.dtype | None] = {
-    "default": None,
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float64": torch.float64,
-}
-
 
 def llama_shape(config: Config, vocab: int) -> LlamaShape:
     """The shape of the model that `config` describes, for a tokenizer of `vocab` tokens."""
@@ -238,26 +231,26 @@ def sharded_model(config: Config, vocab: int, mesh: DeviceMesh, device: torch.de
     """The model with its initial values, sharded over `mesh`. The values depend on training.seed, not on the mesh."""
     with torch.device("meta"):
         model = Llama(llama_shape(config, vocab))
-    keys, policy = config.parallelism, precision_policy(config.precision)
-    training = config.training
-    if training.recompute == "block" or training.offload_activations:
+    keys, policy = config.sharding.sharding, precision_policy(config.sharding.precision)
+    activations = config.sharding.activation_checkpointing
+    if activations.at != "none":
         checkpoint_activations(
             model,
             "classes",
             classes=[Block.__name__],
-            every=training.recompute_every,
-            recompute=training.recompute == "block",
-            save=training.recompute_save,
-            offload=training.offload_activations,
+            every=activations.every,
+            recompute=activations.recompute,
+            save=activations.save,
+            offload=activations.offload,
         )
-    offload = CPUOffloadPolicy() if keys.cpu_offload else OffloadPolicy()
+    offload = CPUOffloadPolicy(pin_memory=keys.pin_memory) if keys.cpu_offload else OffloadPolicy()
     shard = partial(fully_shard, mesh=mesh, offload_policy=offload)
     kept = keys.reshard_after_forward
     for block in model.layers:
-        shard(block, mp_policy=policy, reshard_after_forward=kept if isinstance(kept, int) else _RESHARD[kept])
+        shard(block, mp_policy=policy, reshard_after_forward=None if isinstance(kept, str) else kept)
     # Only the root has an output dtype: the results of blocks are read by the next block, in the compute dtype.
-    output = replace(policy, output_dtype=_DTYPES[config.precision.output])
-    shard(model, mp_policy=output, reshard_after_forward=_RESHARD.get(kept))
+    output = replace(policy, output_dtype=_dtype(config.sharding.precision.dtypes[2]))
+    shard(model, mp_policy=output, reshard_after_forward=kept if isinstance(kept, bool) else None)
     model.to_empty(device="cpu" if keys.cpu_offload else device)
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
@@ -268,7 +261,13 @@ def sharded_model(config: Config, vocab: int, mesh: DeviceMesh, device: torch.de
 
 def precision_policy(keys: PrecisionKeys) -> MixedPrecisionPolicy:
     """The policy of the blocks."""
-    return MixedPrecisionPolicy(param_dtype=_DTYPES[keys.param], reduce_dtype=_DTYPES[keys.reduce])
+    param, reduce, _ = keys.dtypes
+    return MixedPrecisionPolicy(param_dtype=_dtype(param), reduce_dtype=_dtype(reduce))
+
+
+def _dtype(name: str | None) -> torch.dtype | None:
+    found: torch.dtype | None = None if name is None else getattr(torch, name)
+    return found
 
 
 def as_fsdp(model: nn.Module) -> FSDPModule:
@@ -278,7 +277,7 @@ def as_fsdp(model: nn.Module) -> FSDPModule:
 
 
 def compute_dtype(keys: PrecisionKeys) -> torch.dtype:
-    return _DTYPES[keys.param] or torch.float32
+    return _dtype(keys.dtypes[0]) or torch.float32
 
 
 def adamw(parameters: Iterable[nn.Parameter], keys: OptimizerKeys) -> torch.optim.AdamW:

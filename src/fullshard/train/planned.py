@@ -37,21 +37,21 @@ def programs_of(config: Config) -> Callable[[int | None], Program]:
 
 def strategy_of(config: Config, world: int, backend: str) -> Strategy:
     """How the trainer shards and trains on `world` processes; after `Config.check_world`."""
-    keys, precision = config.training, config.precision
-    micro = config.micro_batch(world)
-    always = config.parallelism.reshard_after_forward
+    keys, micro, sharding = config.training, config.micro_batch(world), config.sharding.sharding
+    param, reduce, _ = config.sharding.precision.dtypes
+    kept = sharding.reshard_after_forward
     return Strategy(
         ranks=world,
-        replicas=config.parallelism.degrees(world)[0],
-        reshard=always if isinstance(always, int) else always != "never",
-        root_reshard={"always": True, "never": False}.get(always) if isinstance(always, str) else None,
-        compute="" if precision.param == "default" else precision.param,
-        reduce="" if precision.reduce == "default" else precision.reduce,
+        replicas=config.sharding.degrees(world)[0],
+        reshard=True if isinstance(kept, str) else kept,
+        root_reshard=kept if isinstance(kept, bool) else None,
+        compute=param or "",
+        reduce=reduce or "",
         micro=micro,
         accumulate=keys.global_batch // world // micro,
         send_each=keys.accumulate == "reduce",
         recompute=_recomputed(config),
-        offload=config.parallelism.cpu_offload,
+        offload=sharding.cpu_offload,
         optimizer="adamw-foreach",
         backend=backend,
     )
@@ -59,18 +59,18 @@ def strategy_of(config: Config, world: int, backend: str) -> Strategy:
 
 def _recomputed(config: Config) -> str | tuple[str, ...]:
     """For one or each unit, the root first."""
-    keys = config.training
+    keys = config.sharding.activation_checkpointing
     way = "none"
-    if keys.recompute != "none":
-        way = keeping(keys.recompute_save) if keys.recompute_save else "whole"
-    if keys.offload_activations:
+    if keys.at != "none" and keys.recompute:
+        way = keeping(keys.save) if keys.save else "whole"
+    if keys.offload:
         way = on_host(way)
     if way == "none":
         return way
-    if keys.recompute_every == 1:
+    if keys.every == 1:
         return way
     blocks = range(1, config.model.layers + 1)
-    return ("none", *("none" if number % keys.recompute_every else way for number in blocks))
+    return ("none", *("none" if number % keys.every else way for number in blocks))
 
 
 # ---- fullshard train --plan ------------------------------------------------------------------------------------

@@ -98,8 +98,8 @@ def joined_world(config: Config) -> Iterator[World]:
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", rank)))
         torch.cuda.set_device(device)
     # Parameters in host memory are gathered whole there, for model.safetensors.
-    on_device = "cpu:gloo,cuda:nccl" if config.parallelism.cpu_offload else "nccl"
-    timeout = timedelta(seconds=config.parallelism.timeout_seconds)
+    on_device = "cpu:gloo,cuda:nccl" if config.sharding.sharding.cpu_offload else "nccl"
+    timeout = timedelta(seconds=config.training.timeout_seconds)
     store = _store(size)
     store.set_timeout(timeout)
     dist.init_process_group(
@@ -119,7 +119,7 @@ def joined_world(config: Config) -> Iterator[World]:
 
 def data_parallel_mesh(config: Config, kind: str, size: int) -> DeviceMesh:
     """The mesh for `fully_shard`: one axis, or two if there are replicas; neighbours shard together."""
-    copies, shard = config.parallelism.degrees(size)
+    copies, shard = config.sharding.degrees(size)
     if copies == 1:
         return init_device_mesh(kind, (shard,), mesh_dim_names=("shard",))
     return init_device_mesh(kind, (copies, shard), mesh_dim_names=("replicate", "shard"))

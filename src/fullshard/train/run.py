@@ -128,7 +128,7 @@ def _facts(
     return {
         "world": {
             "processes": world.size,
-            "copies": config.parallelism.degrees(world.size)[0],
+            "copies": config.sharding.degrees(world.size)[0],
             "device": world.device.type,
             "backend": "nccl" if world.device.type == "cuda" else "gloo",
         },

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 import math
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -11,6 +10,7 @@ from typing import Any
 import torch
 
 from fullshard import __version__
+from fullshard import page as html
 from fullshard.rounding import RISK
 
 from .comparison import Result
@@ -99,54 +99,44 @@ def _finite(values: dict[str, Any]) -> dict[str, Any]:
 
 # ---- HTML ------------------------------------------------------------------------------------------------------------
 
-_STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; color: #1a1a1a; }
-table { border-collapse: collapse; } td, th { padding: .25rem .8rem .25rem 0; text-align: left; }
-.equal { color: #14713d; } .different, .failed { color: #b3261e; font-weight: 600; }
-svg { max-width: 100%; height: auto; } svg text { font: 11px system-ui, sans-serif; fill: #444; }
-figcaption { color: #555; } figure { margin: 1rem 0 2rem; }
-"""
-
 
 def page(entry: str, results: Sequence[Result]) -> str:
     """A page that needs no other file."""
+    head = ("library", "strategy", "ranks", "result", "compared", "same bits")
+    rows = []
+    for result in results:
+        setting, counted = result.setting, (str(result.compared), str(result.same_bits))
+        rows.append((setting.library, str(setting.strategy), str(setting.world), result.verdict, *counted))
+    marked = [i for i, result in enumerate(results) if result.verdict != "equal"]
     parts = [
-        f"<!doctype html><meta charset=utf-8><title>fullshard verify {html.escape(entry)}</title>",
-        f"<style>{_STYLE}</style><h1>{html.escape(entry)}</h1>",
-        f"<p>Sharded training against plain training of the same model, step by step. fullshard {__version__}, torch "
-        f"{html.escape(torch.__version__)}. Tolerances are derived from dtypes and lengths of sums before the run; "
-        f"rounding alone exceeds one with probability {RISK:g}.</p>",
-        "<table><tr><th>library<th>strategy<th>ranks<th>result<th>compared<th>same bits</tr>",
+        html.heading(entry),
+        html.paragraph(
+            f"Sharded training against plain training of the same model, step by step. fullshard {__version__}, torch "
+            f"{torch.__version__}. Tolerances are derived from dtypes and lengths of sums before the run; rounding "
+            f"alone exceeds one with probability {RISK:g}."
+        ),
+        html.table(head, rows, right=(2, 4, 5), marked=marked),
     ]
     for result in results:
-        setting = result.setting
-        parts.append(
-            f"<tr><td>{setting.library}<td>{setting.strategy}<td>{setting.world}<td class={result.verdict}>"
-            f"{result.verdict}<td>{result.compared}<td>{result.same_bits}</tr>"
-        )
-    parts.append("</table>")
-    for result in results:
-        parts.append(
-            f"<h2>{html.escape(result.setting.name)}: <span class={result.verdict}>{result.verdict}</span></h2>"
-        )
+        kind = "good" if result.verdict == "equal" else "bad"
+        name = html.escape(result.setting.name)
+        parts.append(f'<h2>{name}: <span class="{kind}">{result.verdict}</span></h2>')
         if result.exercised and result.verdict == "equal":
-            parts.append(f"<p>Exercised beside steps, and equal: {html.escape(', '.join(result.exercised))}.</p>")
-        for name, why in result.not_exercised.items():
-            parts.append(f"<p>Not exercised: {html.escape(f'{name}: {why}')}.</p>")
-        parts += [f"<p>{html.escape(text)}</p>" for text in _texts(result)]
+            parts.append(html.paragraph(f"Exercised beside steps, and equal: {', '.join(result.exercised)}."))
+        parts += [html.paragraph(f"Not exercised: {name}: {why}.") for name, why in result.not_exercised.items()]
+        parts += [html.paragraph(text) for text in _texts(result)]
         if result.losses:
-            parts.append(_figure(_losses(result), "Mean loss of each step: sharded (dots) over plain (line)."))
+            parts.append(html.figure(_losses(result), "Mean loss of each step: sharded (dots) over plain (line)."))
         if result.errors:
             text = (
                 "Largest error of each parameter's gradients, relative to the largest element, on a logarithmic scale; "
                 "a line: what is allowed."
             )
-            parts.append(_figure(_errors(result), text))
-    return "\n".join(parts) + "\n"
+            parts.append(html.figure(_errors(result), text))
+    return html.document(f"fullshard verify {entry}", parts, style=_STYLE)
 
 
-def _figure(svg: str, caption: str) -> str:
-    return f"<figure>{svg}<figcaption>{caption}</figcaption></figure>"
+_STYLE = "svg text { font: 11px system-ui, sans-serif; }"
 
 
 def _losses(result: Result) -> str:
