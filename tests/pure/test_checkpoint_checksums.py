@@ -6,6 +6,7 @@ import random
 import sys
 import types
 import zlib
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from fullshard.checkpoint.files import ReadFile
 from fullshard.checkpoint.manifest import BLOCK_NBYTES
 from fullshard.checkpoint.plan import Box, whole
 from fullshard.checkpoint.state import _OWN_MAP_NBYTES, bytes_of, staging
+from fullshard.checkpoint.table import Table
 from tests.harness.behaviours import behaviour
 
 
@@ -60,12 +62,18 @@ def test_fast_and_slow_checksums_write_the_same(tmp_path: Path, monkeypatch: pyt
         # What is slow is computed beside the writing, what is fast on the way.
         monkeypatch.setattr(files, "FAST", fast)
         checkpoint.save(state, checkpoint_id=tmp_path / str(fast), no_dist=True)
-        found[fast] = checkpoint.inspect(tmp_path / str(fast)).tensors
-    assert found[True] == found[False]
+        (path,) = (tmp_path / str(fast)).glob("g*/data-*")
+        (file,) = checkpoint.inspect(tmp_path / str(fast)).files
+        found[fast] = path.read_bytes()[file.header_nbytes :]
+    # The header has the id of the save, and the table its checksum first.
+    start = -file.table_nbytes
+    assert found[True][:start] == found[False][:start] and found[True][start + 4 :] == found[False][start + 4 :]
     monkeypatch.setattr(files, "crc32", zlib.crc32)
-    (chunk,) = found[True]["w"].chunks
+    place = Table.parse(found[True][start:], BLOCK_NBYTES, "f").find("w")
     data = bytes_of(large())
-    assert chunk.crcs == tuple(zlib.crc32(data[i : i + BLOCK_NBYTES]) for i in range(0, len(data), BLOCK_NBYTES))
+    assert place and list(place.crcs) == [
+        zlib.crc32(data[i : i + BLOCK_NBYTES]) for i in range(0, len(data), BLOCK_NBYTES)
+    ]
     for fast in (False, True):
         checkpoint.verify(tmp_path / str(fast))
         target = {"w": torch.zeros(656, 1000), "b": torch.zeros(7, dtype=torch.int64), "step": 0}
@@ -82,13 +90,13 @@ def saved(tmp_path: Path) -> Path:
 def test_any_part_of_a_tensor_of_several_blocks(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows that begin and end anywhere in a block, all of a block, less than one; columns; and what they read."""
     read = [0]
-    original = ReadFile.read_into
+    original = ReadFile.read_each
 
-    def counting(self: ReadFile, buffer: memoryview, start: int) -> None:
-        read[0] += len(buffer)
-        original(self, buffer, start)
+    def counting(self: ReadFile, buffers: Sequence[memoryview], start: int) -> None:
+        read[0] += sum(map(len, buffers))
+        original(self, buffers, start)
 
-    monkeypatch.setattr(ReadFile, "read_into", counting)
+    monkeypatch.setattr(ReadFile, "read_each", counting)
     tensor, row = large(), 4000
     rows = [(0, 656), (0, 1), (262, 1), (262, 2), (263, 262), (0, 263), (524, 132), (525, 131), (655, 1), (100, 400)]
     generator = random.Random(1)
@@ -107,16 +115,16 @@ def test_any_part_of_a_tensor_of_several_blocks(saved: Path, monkeypatch: pytest
 def test_a_block_of_which_a_part_is_wanted_is_checked(saved: Path) -> None:
     """And one of which nothing is wanted is not read."""
     (file,) = saved.glob("g*/data-*")
-    (chunk,) = checkpoint.inspect(saved).tensors["w"].chunks
+    start = checkpoint.inspect(saved).files[0].header_nbytes
     data = bytearray(file.read_bytes())
-    data[chunk.start + BLOCK_NBYTES + 5] ^= 4
+    data[start + BLOCK_NBYTES + 5] ^= 4
     file.write_bytes(data)
     tensor = large()
     with checkpoint.open_checkpoint(saved) as opened:
         assert torch.equal(opened.tensor("w", Box((0, 0), (262, 1000))), tensor[:262])
         assert torch.equal(opened.tensor("w", Box((525, 0), (131, 1000))), tensor[525:])
         for box in (whole((656, 1000)), Box((262, 0), (1, 1000)), Box((500, 0), (10, 1000)), Box((524, 0), (2, 1000))):
-            with pytest.raises(CheckpointDamaged, match=f"bytes {chunk.start + BLOCK_NBYTES} to"):
+            with pytest.raises(CheckpointDamaged, match=f"bytes {start + BLOCK_NBYTES} to"):
                 opened.tensor("w", box)
 
 

@@ -16,7 +16,7 @@ def test_points_at_which_a_rank_is_killed() -> None:
 
 def test_damaged_checkpoints() -> None:
     assert len(SEEDS) >= 200 and len(SEEDS_IN_FULL) >= 1000 and not set(SEEDS) & set(SEEDS_IN_FULL)
-    assert len(set(DAMAGES)) == 9, "each kind of damage"
+    assert len(set(DAMAGES)) == 11, "each kind of damage"
 
 
 def test_worlds_that_load_what_others_saved() -> None:

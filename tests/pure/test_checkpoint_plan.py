@@ -1,5 +1,5 @@
-"""Which part of a tensor is where, who writes it, and what a reader of another world takes: no files, no torch calls of
-ours. The cuts are compared with torch's own arithmetic for DTensors."""
+"""Which part of a tensor is where, and what a reader of another world takes: no files, no torch calls of ours. The cuts
+are compared with torch's own arithmetic for DTensors."""
 
 from __future__ import annotations
 
@@ -13,15 +13,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fullshard.checkpoint.errors import CheckpointMismatch
 from fullshard.checkpoint.plan import (
     Box,
     Cut,
-    Holding,
-    choose_writers,
     coverage_problem,
     local_box,
-    merge,
     overlap,
     row_major,
     takes,
@@ -146,86 +142,7 @@ def test_boxes_say_what_they_are() -> None:
     assert row_major((4, 3, 2)) == (6, 2, 1)
 
 
-# ---- writers ---------------------------------------------------------------------------------------------------
-
-
-@given(st.lists(st.integers(0, 50), max_size=12), st.integers(1, 5))
-def test_replicas_are_written_once_and_spread(sizes: list[int], world: int) -> None:
-    """What all ranks hold: each by one of them, and no rank has more than its share and one part."""
-    held = [[Holding(f"t{i}", whole((size,)), size) for i, size in enumerate(sizes)] for _ in range(world)]
-    chosen = choose_writers(held)
-    assert sorted(i for indices in chosen for i in indices) == [i for i, size in enumerate(sizes) if size]
-    loads = [sum(sizes[i] for i in indices) for indices in chosen]
-    assert max(loads) - min(loads) <= max(sizes, default=0)
-
-
-def test_a_shard_is_written_by_its_holder() -> None:
-    held = [[Holding("a", Box((rank,), (1,)), 4), Holding("b", whole((2,)), 8)] for rank in range(2)]
-    assert choose_writers(held) == [[0, 1], [0]]
-
-
-# ---- what ranks hold, as one -----------------------------------------------------------------------------------
-
-Message = dict[str, list[object]]
-
-
-def message(tensors: list[object] = [], values: list[object] = []) -> Message:  # noqa: B006
-    return {"tensors": list(tensors), "values": list(values)}
-
-
-HALVES = [[["w"], "float32", [4], [[0], [2]]], [["w"], "float32", [4], [[2], [2]]]]
-
-
-def test_shards_and_replicas_and_keys_of_one_rank_are_one_picture() -> None:
-    merged = merge(
-        [
-            message([HALVES[0], [["b"], "int64", [], [[], []]]], [[["step"], "5"]]),
-            message([HALVES[1], [["b"], "int64", [], [[], []]], [["own"], "bool", [1], [[0], [1]]]], [[["s2"], "6"]]),
-        ],
-        (),
-        "saving",
-    )
-    assert sorted(merged.tensors) == ["b", "own", "w"] and merged.tensors["w"].shape == (4,)
-    assert merged.values == {"step": (("step",), [0]), "s2": (("s2",), [1])}
-    assert [[part.nbytes for part in parts] for parts in merged.held] == [[8, 8], [8, 8, 1]]
-
-
-@pytest.mark.parametrize(
-    ("messages", "says"),
-    [
-        ([message([HALVES[0]]), message()], "2 of 4 elements are in no part"),
-        ([message([HALVES[0]]), message([[["w"], "float32", [4], [[1], [3]]]])], "overlap"),
-        (
-            [message([HALVES[0]]), message([[["w"], "float16", [4], [[2], [2]]]])],
-            "float32 (4,) on rank 0, float16",
-        ),
-        ([message([HALVES[0]]), message([[["w"], "float32", [5], [[2], [3]]]])], "(5,) on rank 1"),
-        ([message(values=[[["s"], "1"]]), message(values=[[["s"], "2"]])], "s: one value on rank 0, another"),
-        ([message(values=[[["w"], "1"]]), message(HALVES)], "a value on rank 0, a tensor on rank 1"),
-        (
-            [message([[["a", "b"], "bool", [1], None]]), message([[["a.b"], "bool", [1], None]])],
-            "at ['a', 'b'] on rank 0",
-        ),
-    ],
-)
-def test_ranks_that_do_not_fit_are_named(messages: list[Message], says: str) -> None:
-    with pytest.raises(CheckpointMismatch) as caught:
-        merge(messages, (), "saving here")
-    assert says in str(caught.value) and "saving here" in str(caught.value)
-
-
-def test_all_that_does_not_fit_is_in_one_error() -> None:
-    with pytest.raises(CheckpointMismatch) as caught:
-        merge([message([HALVES[0]], [[["s"], "1"]]), message([], [[["s"], "2"]])], (), "saving")
-    assert len(caught.value.problems) == 2
-
-
-def test_groups_of_parameters_may_differ_and_come_from_one_rank_of_each_stage() -> None:
-    path = ["optimizer", "param_groups"]
-    merged = merge([message(values=[[path, digest]]) for digest in ("a", "a", "b", "b", "a")], (), "saving")
-    assert merged.values == {"optimizer.param_groups": (("optimizer", "param_groups"), [0, 2])}
-    one = merge([message(values=[[path, digest]]) for digest in ("a", "b")], ["optimizer.*"], "saving")
-    assert one.values["optimizer.param_groups"][1] == [0]
+# ---- groups of parameters --------------------------------------------------------------------------------------
 
 
 def test_groups_of_stages_become_those_of_one_optimizer() -> None:
@@ -261,12 +178,3 @@ def test_groups_of_stages_become_those_of_one_optimizer() -> None:
 def test_two_ranks_that_name_one_parameter_have_one_stage_and_differ(values: list[Any]) -> None:
     with pytest.raises(ValueError, match="same"):
         together(values)
-
-
-def test_the_first_is_taken_where_it_is_asked_for() -> None:
-    merged = merge([message(values=[[["a", "s"], "1"]]), message(values=[[["a", "s"], "2"]])], ["a.*"], "saving")
-    assert merged.values == {"a.s": (("a", "s"), [0])}
-    replica = [["a", "w"], "int64", [2], [[0], [2]]]
-    for first, held in (((), [16, 16]), (["a.*"], [16, 0])):
-        merged = merge([message([replica]), message([replica])], first, "saving")
-        assert [part.nbytes for parts in merged.held for part in parts] == held

@@ -7,7 +7,6 @@ import json
 import os
 import struct
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,14 +14,18 @@ import torch
 from torch import nn
 
 from fullshard import checkpoint
-from fullshard.checkpoint import files, loading, saving, state
-from fullshard.checkpoint.directory import Saving
+from fullshard.checkpoint import files, reading, saving, state, writing
+from fullshard.checkpoint.agreement import Heard
+from fullshard.checkpoint.directory import Pointer, Saving
 from fullshard.checkpoint.errors import CheckpointDamaged, CheckpointIOError
 from fullshard.checkpoint.files import Folder
 from fullshard.checkpoint.loading import LoadJob, LoadOptions
 from fullshard.checkpoint.plan import whole
-from fullshard.checkpoint.saving import ChecksumThreads, different_replicas, snapshot, spare_cores, write_file
-from fullshard.checkpoint.state import Leaf, Part, flatten, on_host, part_of
+from fullshard.checkpoint.safetensors import FilePart
+from fullshard.checkpoint.saving import different_replicas, snapshot
+from fullshard.checkpoint.state import Leaf, Part, bytes_of, dtype_name, flatten, on_host, part_of
+from fullshard.checkpoint.table import Table
+from fullshard.checkpoint.writing import ChecksumThreads, spare_cores, write_file
 from fullshard.comm import alone
 from fullshard.peers.failures import Loss
 
@@ -50,9 +53,18 @@ def part(value: torch.Tensor) -> Part:
 # ---- saving ----------------------------------------------------------------------------------------------------------
 
 
+def write(folder: Path, name: str, **tensors: torch.Tensor) -> Any:
+    parts = [
+        FilePart(key, dtype_name(t.dtype), t.element_size(), tuple(t.shape), whole(tuple(t.shape)))
+        for key, t in tensors.items()
+    ]
+    held = list(tensors.values())
+    with Folder.open(str(folder)) as opened:
+        return write_file(opened, name, parts, lambda i: bytes_of(held[i]), "a" * 32)
+
+
 def test_data_files_are_synced(tmp_path: Path, synced: list[str]) -> None:
-    with Folder.open(str(tmp_path)) as folder:
-        write_file(folder, "data-00000.safetensors", [(("a",), part(torch.ones(2)))], "a" * 32)
+    write(tmp_path, "data-00000.safetensors", a=torch.ones(2))
     assert synced == ["data-00000.safetensors"]
     spec = checkpoint.TensorSpec(("a",), "float32", (2,))
     with checkpoint.CheckpointWriter(tmp_path / "c", [spec]) as writer:
@@ -62,11 +74,33 @@ def test_data_files_are_synced(tmp_path: Path, synced: list[str]) -> None:
 
 
 def test_elements_lie_at_their_alignment_in_a_file(tmp_path: Path) -> None:
-    parts = [((name,), part(value)) for name, value in (("a", torch.ones(3).bool()), ("b", torch.ones(1).double()))]
-    with Folder.open(str(tmp_path)) as folder:
-        _, found = write_file(folder, "f", parts, "a" * 32)
-    assert found[1][0] % 8 == 0 and found[0][0] == found[1][0] + 8
-    assert struct.unpack("<d", (tmp_path / "f").read_bytes()[found[1][0] :][:8]) == (1.0,)
+    entry, crcs = write(tmp_path, "f", a=torch.ones(3).bool(), b=torch.ones(1).double())
+    data = (tmp_path / "f").read_bytes()
+    table = Table.parse(data[-entry.table_nbytes :], 1 << 20, "f")
+    a, b = table.find("a"), table.find("b")
+    assert a and b and b.start % 8 == 0 and a.start == b.start + 8
+    assert struct.unpack("<d", data[b.start :][:8]) == (1.0,)
+    assert [list(a.crcs), list(b.crcs)] == [list(each) for each in crcs] and len(data) == entry.nbytes
+    assert hashlib.sha256(data[-entry.table_nbytes :]).hexdigest() == entry.digest
+
+
+def test_data_files_are_read_by_safetensors(tmp_path: Path) -> None:
+    """The table is one of their tensors."""
+    load_file = pytest.importorskip("safetensors.torch").load_file
+    write(tmp_path, "f", a=torch.arange(3), b=torch.ones(2, 2), c=torch.ones(5).bool())
+    found = load_file(str(tmp_path / "f"))
+    assert found.pop("__fullshard_table__").dtype is torch.uint8
+    assert {key: value.tolist() for key, value in found.items()} == {
+        "a": [0, 1, 2],
+        "b": [[1.0, 1.0], [1.0, 1.0]],
+        "c": [True] * 5,
+    }
+
+
+def test_a_part_of_other_bytes_than_were_announced_is_refused(tmp_path: Path) -> None:
+    with Folder.open(str(tmp_path)) as opened, pytest.raises(ValueError, match="expected 8 bytes of a, found 4"):
+        file_part = FilePart("a", "float32", 4, (2,), whole((2,)))
+        write_file(opened, "f", [file_part], lambda i: memoryview(b"1234"), "a" * 32)
 
 
 def test_a_checksum_that_cannot_be_computed_ends_the_save(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,7 +120,7 @@ def test_a_file_that_is_shorter_than_what_was_written_is_not_committed(
 
 
 def test_a_manifest_that_nobody_can_read_is_not_committed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(saving, "to_bytes", lambda manifest: b'{"world": 0}')
+    monkeypatch.setattr(writing, "to_bytes", lambda manifest: b'{"world": 0}')
     with pytest.raises(CheckpointDamaged):
         checkpoint.save({"n": 1}, checkpoint_id=tmp_path / "c")
     with pytest.raises(checkpoint.CheckpointNotFound):
@@ -94,10 +128,10 @@ def test_a_manifest_that_nobody_can_read_is_not_committed(tmp_path: Path, monkey
 
 
 def test_replicas_that_differ_are_named() -> None:
-    box = whole((2,))
+    box = "[0:2]"
     assert different_replicas({("a", box): {0: 7, 1: 7, 2: 7}, ("b", box): {1: 3}}) == []
     (said,) = different_replicas({("a", box): {0: 7, 1: 7, 2: 8}})
-    assert said == "a: rank 0 has 00000007, rank 1 has 00000007, rank 2 has 00000008 at [0:2]"
+    assert said == "a: ranks 0 and 1 have 00000007, rank 2 has 00000008 at [0:2]"
     assert saving._digest((1, 2)) != saving._digest((2, 1)), "blocks in another order"
 
 
@@ -141,8 +175,14 @@ def test_what_a_conjugated_view_says_is_what_is_saved() -> None:
 
 
 def test_a_local_tensor_of_another_shape_than_its_placement_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Mesh:
+        shape, mesh = (2,), torch.tensor([0, 1])
+
+        def get_coordinate(self) -> list[int]:
+            return [0]
+
     class Sharded(torch.Tensor):
-        device_mesh: Any = SimpleNamespace(shape=(2,), get_coordinate=lambda: [0])
+        device_mesh: Any = Mesh()
         placements: Any = ("Shard(0)",)
 
         def detach(self) -> Any:
@@ -171,11 +211,11 @@ def saved(tmp_path: Path) -> Path:
 
 
 def test_few_files_are_open_and_each_is_proven_once(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loading, "_MAX_OPEN", 2)
+    monkeypatch.setattr(reading, "_MAX_OPEN", 2)
     with checkpoint.open_checkpoint(saved) as opened:
         proven: list[int] = []
         original = opened._prove
-        monkeypatch.setattr(opened, "_prove", lambda file, number: (proven.append(number), original(file, number)))
+        monkeypatch.setattr(opened, "_prove", lambda file, number: (proven.append(number), original(file, number))[1])
         for _ in range(2):
             for i in range(5):
                 assert opened.tensor(f"t{i}").eq(i).all()
@@ -183,15 +223,30 @@ def test_few_files_are_open_and_each_is_proven_once(saved: Path, monkeypatch: py
         assert proven == [0, 1, 2, 3, 4]
 
 
-def test_each_rank_proves_the_manifest_that_it_was_sent(saved: Path) -> None:
-    """Rank 0 reads it; what is on the way may be changed."""
+def test_tables_are_forgotten_when_there_are_too_many(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with checkpoint.open_checkpoint(saved) as opened:
+        opened.tensor("t0")
+        monkeypatch.setattr(reading, "_TABLES_NBYTES", 2 * opened._tables_nbytes)
+        for i in range(5):
+            assert opened.tensor(f"t{i}").eq(i).all() and len(opened._tables) <= 2
+
+
+def test_each_rank_proves_the_manifest_that_it_reads(saved: Path) -> None:
+    """Rank 0 says which generation; what is in it may be changed, or gone."""
     job = LoadJob(str(saved), alone(), LoadOptions())
-    found = job._read_manifest([])
-    pointer = loading.Pointer(*found["pointer"])
-    target = {"n": 0}
-    found["manifest"] = found["manifest"].replace('"value":7', '"value":8')
+    pointer = reading_pointer(job)
+    (path,) = saved.glob("g*/manifest.json")
+    data = path.read_bytes()
+    path.write_bytes(data.replace(b'"value":7', b'"value":8'))
     with pytest.raises(CheckpointDamaged, match="expected the digest in CURRENT"):
-        job._match_all(target, pointer, found)
+        job._match_all({"n": 0}, pointer)
+    path.unlink()
+    with pytest.raises(CheckpointDamaged, match="expected the manifest that CURRENT names"):
+        job._match_all({"n": 0}, pointer)
+
+
+def reading_pointer(job: LoadJob) -> Pointer:
+    return Pointer(*job._read_pointer(Heard([], [], b""))["pointer"])
 
 
 def test_of_tied_weights_one_name_is_enough(tmp_path: Path) -> None:

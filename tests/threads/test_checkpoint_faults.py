@@ -22,6 +22,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from fullshard import checkpoint
 from fullshard.checkpoint import CheckpointBusy, CheckpointDamaged, CheckpointError, CheckpointIOError, loading
+from fullshard.checkpoint.table import Table
 from tests.harness.behaviours import behaviour
 from tests.harness.threads import run_ranks
 
@@ -342,32 +343,65 @@ def foreign(folder: Path, draw: random.Random) -> str:
 
 
 def edit(folder: Path, draw: random.Random) -> str:
-    """A manifest that is whole, and says something else; with or without a pointer that agrees."""
+    """A manifest that is whole, and says something else."""
     path = generation(folder) / "manifest.json"
     raw = json.loads(path.read_text())
-    chunk = draw.choice([c for t in raw["tensors"] for c in t["chunks"]])
-    what = draw.choice(["crc", "range", "dtype", "shape", "offsets", "file", "value"])
-    if what == "crc":
-        chunk["crc32"] = f"{int(chunk['crc32'], 16) ^ 1:08x}"
-    elif what == "range":
-        chunk["range"] = [n + 4 for n in chunk["range"]]
+    what = draw.choice(["digest", "bytes", "dtype", "shape", "rule", "file", "volume", "name", "value"])
+    layout, file = draw.choice(raw["layouts"]), draw.choice(raw["files"])
+    if what == "digest":
+        file[4] = f"{int(file[4], 16) ^ 1:064x}"
+    elif what == "bytes":
+        file[1] += 4
     elif what == "dtype":
-        raw["tensors"][0]["dtype"] = "int32"
+        layout["dtype"] = "int32"
     elif what == "shape":
-        raw["tensors"][-1]["shape"].reverse()
-    elif what == "offsets":
-        chunk["offsets"] = [n + 1 for n in chunk["offsets"]]
+        raw["layouts"][-1]["shape"].reverse()
+    elif what == "rule":
+        draw.choice(raw["rules"])["ranks"] = [1, 0]
     elif what == "file":
-        chunk["file"] = 1 - chunk["file"]
+        raw["files"][0][0], raw["files"][1][0] = raw["files"][1][0], raw["files"][0][0]
+    elif what == "volume":
+        layout["volume"] += 1
+    elif what == "name":
+        draw.choice(raw["tensors"])["of"][0][0] += "x"
     else:
         raw["values"][0]["value"] = 2
     path.write_text(json.dumps(raw))
     return f"manifest: {what}"
 
 
+def torn(folder: Path, draw: random.Random) -> str:
+    """A table whose end was not written."""
+    file = draw.choice(checkpoint.inspect(folder).files)
+    path = generation(folder) / file.name
+    data = bytearray(path.read_bytes())
+    begin = draw.randrange(file.nbytes - file.table_nbytes, file.nbytes)
+    if not any(data[begin:]):
+        return flip(folder, draw)
+    data[begin:] = bytes(file.nbytes - begin)
+    path.write_bytes(data)
+    return f"the table of {path.name} has zeros from {begin}"
+
+
+def mixed(folder: Path, draw: random.Random) -> str:
+    """A file of this save, with the table, or the parts, of another save of the same layout."""
+    path = draw.choice(data_files(folder)[:2])
+    other = folder.parent / "other"
+    if not other.exists():
+        run_ranks(2, lambda rank: checkpoint.save(state(2), checkpoint_id=other))
+    mine, theirs = path.read_bytes(), (generation(other) / path.name).read_bytes()
+    (file,) = [one for one in checkpoint.inspect(folder).files if one.name == path.name]
+    at = draw.choice([file.header_nbytes, file.nbytes - file.table_nbytes])
+    assert len(mine) == len(theirs)
+    path.write_bytes(mine[:at] + theirs[at:])
+    return f"{path.name} is of another save from byte {at}"
+
+
 # One damaged checkpoint for each seed.
 SEEDS, SEEDS_IN_FULL = range(220), range(1000, 3200)
-DAMAGES: list[Damage] = [flip, flip, flip, truncate, lengthen, zero, swap, delete, duplicate, foreign, edit]
+DAMAGES: list[Damage] = [
+    *(flip, flip, flip, truncate, lengthen, zero, swap, delete, duplicate, foreign, edit, torn, mixed)
+]
 
 
 def damaged_cases(saved: Path, tmp_path: Path, seeds: range) -> Iterator[tuple[str, Path]]:
@@ -414,7 +448,7 @@ def test_damage_that_one_rank_reads_is_raised_by_all(saved: Path) -> None:
     last = data_files(saved)[1]
     assert last.name == "data-00001.safetensors"
     data = bytearray(last.read_bytes())
-    data[-1] ^= 1
+    data[-1 - checkpoint.inspect(saved).files[1].table_nbytes] ^= 1
     last.write_bytes(data)
     errors = attempt(False, saved)
     assert all(isinstance(error, CheckpointDamaged) and "checksum" in str(error) for error in errors)
@@ -437,13 +471,15 @@ def test_an_attacker_who_mends_every_checksum_is_found_by_the_digest(saved: Path
     digest = hashlib.sha256(manifest.read_bytes()).hexdigest()
     raw = json.loads(manifest.read_text())
     next(v for v in raw["values"] if v["key"] == "step")["value"] = 2
-    chunk = raw["tensors"][0]["chunks"][0]
-    path = generation(saved) / raw["files"][chunk["file"]]["name"]
-    data = bytearray(path.read_bytes())
-    start, stop = chunk["range"]
-    data[start:stop] = bytes(stop - start)
-    path.write_bytes(data)
-    chunk["crc32"] = f"{zlib.crc32(data[start:stop]):08x}"
+    name, nbytes, _, table_nbytes, _ = raw["files"][1]
+    data = bytearray((generation(saved) / name).read_bytes())
+    table = Table.parse(bytes(data[nbytes - table_nbytes :]), raw["block_nbytes"], name)
+    ((start, length, _),) = table.places()
+    data[start : start + length] = bytes(length)
+    # The last four bytes of a table of one part are its only checksum.
+    data[-4:] = zlib.crc32(bytes(length)).to_bytes(4, "little")
+    raw["files"][1][4] = hashlib.sha256(data[nbytes - table_nbytes :]).hexdigest()
+    (generation(saved) / name).write_bytes(data)
     manifest.write_text(json.dumps(raw))
     pointer = json.loads((saved / "CURRENT").read_text())
     pointer["manifest_sha256"] = hashlib.sha256(manifest.read_bytes()).hexdigest()
@@ -547,12 +583,12 @@ def test_names_that_leave_the_directory_are_refused(name: str, saved: Path) -> N
 
     manifest = generation(saved) / "manifest.json"
     raw = json.loads(manifest.read_text())
-    raw["files"][0]["name"] = name
+    raw["files"][0][0] = name
     manifest.write_text(json.dumps(raw))
     pointer = json.loads((saved / "CURRENT").read_text())
     pointer["manifest_sha256"] = hashlib.sha256(manifest.read_bytes()).hexdigest()
     (saved / "CURRENT").write_text(json.dumps(pointer) + "\n")
-    with pytest.raises(CheckpointDamaged, match="name of a file"):
+    with pytest.raises(CheckpointDamaged, match="name of a data file"):
         checkpoint.load(state(0), checkpoint_id=saved)
     pointer["generation"] = f"../{name}"
     (saved / "CURRENT").write_text(json.dumps(pointer) + "\n")

@@ -38,8 +38,8 @@ from .errors import (
 from .manifest import Manifest
 from .plan import TensorSpec
 from .retention import CheckpointInfo
-from .saving import CheckpointWriter
 from .state import get_state_dict, set_state_dict
+from .writing import CheckpointWriter
 
 __all__ = [
     "CheckpointBusy",

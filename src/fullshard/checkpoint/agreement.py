@@ -1,12 +1,19 @@
-"""All ranks reach one outcome: a failure on one of them is raised on all."""
+"""All ranks reach one outcome: a failure on one of them is raised on all.
+
+Each rank has a text. The first rank needs every different text, and the ranks that have it; almost always all have the
+same, and it knows it already. So digests travel, along a tree (`Messenger.fold`), and a text only if it differs from
+the others, from one of the ranks that have it. What a rank sends does not grow with the number of ranks.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
-from collections.abc import Callable, Iterator
-from typing import Any, TypeGuard
+from collections.abc import Callable, Iterator, Sequence
+from itertools import zip_longest
+from typing import Any, NamedTuple, TypeGuard
 
 from ..comm import Messenger
 from ..peers import RanksDisagree, shown_ranks, variants
@@ -19,8 +26,32 @@ from .errors import (
     CheckpointNotFound,
     io_error,
 )
+from .plan import MODULUS
 
 Message = dict[str, Any]
+
+
+class Said(NamedTuple):
+    """What one rank says: a message; numbers, which are added up over ranks modulo MODULUS; and records, which are put
+    one after another."""
+
+    message: Message
+    numbers: tuple[int, ...] = ()
+    records: bytes = b""
+
+
+class Heard(NamedTuple):
+    """What the first rank learns: each different message with its ranks, in the order of the first of them; the sums;
+    all records."""
+
+    groups: list[tuple[list[int], Message]]
+    numbers: list[int]
+    records: bytes
+
+    @property
+    def messages(self) -> list[Message]:
+        """Each different message."""
+        return [message for _, message in self.groups]
 
 
 @contextlib.contextmanager
@@ -39,9 +70,9 @@ def with_all_ranks(messenger: Messenger, what: str) -> Iterator[None]:
 
 
 def agree(
-    messenger: Messenger, what: str, mine: Callable[[], Message], decide: Callable[[list[Message]], Message]
+    messenger: Messenger, what: str, mine: Callable[[], Message | Said], decide: Callable[[Heard], Message]
 ) -> Message:
-    """One round: each rank sends `mine()` to the first rank, and all ranks receive what that rank `decide`s.
+    """One round: the first rank hears what each rank says by `mine()`, and all ranks receive what it `decide`s.
 
     If `mine` raises an `Exception` on some rank, or `decide` does, all ranks raise it. Equal errors of several ranks
     are raised as one; otherwise the error names its rank.
@@ -49,21 +80,94 @@ def agree(
     own: Exception | None = None
     place = _place(what)
     with with_all_ranks(messenger, what):
+        said = Said({})
         try:
-            message: Message = {"ok": mine()}
+            found = mine()
+            said = found if isinstance(found, Said) else Said(found)
+            message: Message = {"ok": said.message}
         except Exception as error:
             message = {"error": describe(error)}
             own = error
-        arrived = messenger.collect(_encode({**message, "at": place}))
-        answer = None
-        if arrived is not None:
-            answer = _encode(_decide([json.loads(one) for one in arrived], decide))
-        outcome: Message = json.loads(messenger.share(answer))
+        text = _encode({**message, "at": place})
+        outcome = _exchange(messenger, text, said, decide)
     if "error" in outcome:
         ranks = outcome["ranks"]
         raise rebuild(outcome["error"], ranks[0] if len(ranks) == 1 and messenger.world > 1 else None) from own
-    found: Message = outcome["ok"]
-    return found
+    found_ok: Message = outcome["ok"]
+    return found_ok
+
+
+def _exchange(messenger: Messenger, text: bytes, said: Said, decide: Callable[[Heard], Message]) -> Message:
+    digest = hashlib.sha256(text).hexdigest()[:32]
+    arrived = messenger.fold(summary(messenger.rank, digest, said), summed)
+    answer = None
+    texts = {digest: text}
+    if arrived is not None:
+        counted = _Counted.of(arrived)
+        senders = sorted(ranks[0][0] for ranks in counted.said.values())
+        answer = {"ask": senders} if len(senders) > 1 else _decide(counted.heard(texts), decide)
+    outcome: Message = json.loads(messenger.share(None if answer is None else _encode(answer)))
+    if "ask" not in outcome:
+        return outcome
+    asked = text if messenger.rank in outcome["ask"] else b""
+    arrived_texts = messenger.fold(len(asked).to_bytes(8, "little") + asked if asked else b"", b"".join)
+    answer = None
+    if arrived_texts is not None:
+        while arrived_texts:
+            stop = 8 + int.from_bytes(arrived_texts[:8], "little")
+            one, arrived_texts = arrived_texts[8:stop], arrived_texts[stop:]
+            texts[hashlib.sha256(one).hexdigest()[:32]] = one
+        answer = _decide(counted.heard(texts), decide)
+    outcome = json.loads(messenger.share(None if answer is None else _encode(answer)))
+    return outcome
+
+
+class _Counted(NamedTuple):
+    """The ranks of each digest, as ranges (first, last); the sums; the records."""
+
+    said: dict[str, list[list[int]]]
+    numbers: list[int]
+    records: bytes
+
+    @classmethod
+    def of(cls, data: bytes) -> _Counted:
+        head, _, records = data.partition(b"\n")
+        said, numbers = json.loads(head)
+        return cls(said, numbers, records)
+
+    def to_bytes(self) -> bytes:
+        return json.dumps([self.said, self.numbers], separators=(",", ":")).encode() + b"\n" + self.records
+
+    def heard(self, texts: dict[str, bytes]) -> Heard:
+        groups = [
+            ([rank for first, last in ranges for rank in range(first, last + 1)], json.loads(texts[digest]))
+            for digest, ranges in self.said.items()
+        ]
+        return Heard(sorted(groups, key=lambda group: group[0][0]), self.numbers, self.records)
+
+
+def summary(rank: int, digest: str, said: Said) -> bytes:
+    """What `rank` sends in a round: the digest of its text, its numbers and records."""
+    return _Counted({digest: [[rank, rank]]}, list(said.numbers), said.records).to_bytes()
+
+
+def summed(summaries: Sequence[bytes]) -> bytes:
+    """Several summaries as one; associative."""
+    found = [_Counted.of(one) for one in summaries]
+    ranges: dict[str, list[list[int]]] = {}
+    for one in found:
+        for digest, ranks in one.said.items():
+            ranges.setdefault(digest, []).extend(ranks)
+    for digest, ranks in ranges.items():
+        joined: list[list[int]] = []
+        for first, last in sorted(ranks):
+            if joined and joined[-1][1] + 1 == first:
+                joined[-1][1] = last
+            else:
+                joined.append([first, last])
+        ranges[digest] = joined
+    numbers = [sum(each) % MODULUS for each in zip_longest(*(one.numbers for one in found), fillvalue=0)]
+    return _Counted(ranges, numbers, b"".join(one.records for one in found)).to_bytes()
 
 
 def _place(what: str) -> str:
@@ -72,41 +176,41 @@ def _place(what: str) -> str:
     return f"{doing} {os.path.basename(path)}"
 
 
-def _decide(messages: list[Message], decide: Callable[[list[Message]], Message]) -> Message:
-    places = variants({rank: message["at"] for rank, message in enumerate(messages)})
+def _decide(heard: Heard, decide: Callable[[Heard], Message]) -> Message:
+    groups = heard.groups
+    places = variants({rank: message["at"] for ranks, message in groups for rank in ranks})
     if len(places) > 1:
         found = " and ".join(f"{shown_ranks(ranks)} {place}" for place, ranks in places.items())
         text = (
             f"expected all ranks at the same call, found {found}; make the same calls on all ranks, in the same order"
         )
         return {"error": describe(CheckpointError(text)), "ranks": []}
-    failed = [rank for rank, message in enumerate(messages) if "error" in message]
+    failed = [(ranks, message["error"]) for ranks, message in groups if "error" in message]
     if failed:
-        return _failure(messages, failed)
+        return _failure(failed, sum(len(ranks) for ranks, _ in groups))
     try:
-        return {"ok": decide([message["ok"] for message in messages])}
+        return {"ok": decide(heard._replace(groups=[(ranks, message["ok"]) for ranks, message in groups]))}
     except Exception as error:
         return {"error": describe(error), "ranks": []}
 
 
-def _failure(messages: list[Message], failed: list[int]) -> Message:
+def _failure(failed: Sequence[tuple[list[int], Message]], world: int) -> Message:
     """The error of the first rank that has one; for mismatches, those of all ranks together."""
-    errors = [messages[rank]["error"] for rank in failed]
-    first = errors[0]
-    if all(error["kind"] == CheckpointMismatch.__name__ for error in errors):
+    first = failed[0][1]
+    if all(error["kind"] == CheckpointMismatch.__name__ for _, error in failed):
         by_problem: dict[str, list[int]] = {}
-        for rank, error in zip(failed, errors, strict=True):
+        for ranks, error in failed:
             for problem in dict.fromkeys(error["args"][1]):
-                by_problem.setdefault(problem, []).append(rank)
+                by_problem.setdefault(problem, []).extend(ranks)
         found = [
-            problem if len(ranks) == len(messages) else f"{problem} (on {shown_ranks(ranks)})"
+            problem if len(ranks) == world else f"{problem} (on {shown_ranks(sorted(ranks))})"
             for problem, ranks in by_problem.items()
         ]
         what, _, remedy = first["args"]
         return {"error": {**first, "args": [what, found, remedy]}, "ranks": []}
-    first = next(error for error in errors if error["kind"] != CheckpointMismatch.__name__)
-    alike = [rank for rank, error in zip(failed, errors, strict=True) if error == first]
-    return {"error": first, "ranks": alike if len(alike) < len(messages) else []}
+    first = next(error for _, error in failed if error["kind"] != CheckpointMismatch.__name__)
+    alike = [rank for ranks, error in failed if error == first for rank in ranks]
+    return {"error": first, "ranks": alike if len(alike) < world else []}
 
 
 def _encode(message: Message) -> bytes:

@@ -20,6 +20,7 @@ from ..comm import Messenger, alone, messenger
 from ..peers import shown_ranks, variants
 from ..policy.arguments import (
     expect,
+    expect_callable,
     expect_dict,
     expect_flag,
     expect_group,
@@ -28,15 +29,16 @@ from ..policy.arguments import (
     expect_text,
     expect_whole,
 )
-from .agreement import Message, agree
+from .agreement import Heard, Message, agree
 from .background import SaveFuture, background
 from .companions import METRICS, ROOM, metrics_of
 from .directory import LOCK_NAME, generations, open_folder, read_current
 from .errors import CheckpointDamaged, CheckpointError, CheckpointMismatch, CheckpointNotFound
 from .files import Folder, doing
-from .loading import CheckpointReader, LoadJob, LoadOptions, Rename
+from .loading import LoadJob, LoadOptions, Rename
 from .manifest import MANIFEST_NAME, Manifest, encode
 from .plan import KeyPath, key_of
+from .reading import CheckpointReader, Progress
 from .retention import CheckpointInfo, Rule, clear_rests, kept, numbered, remove, using
 from .saving import SaveJob, Snapshot, snapshot
 from .state import Tree, flatten
@@ -144,6 +146,7 @@ def load(
     on_some_ranks: Sequence[str] = (),
     rename: Rename | None = None,
     manifest_sha256: str | None = None,
+    progress: Progress | None = None,
 ) -> None:
     """Load the checkpoint in `checkpoint_id` into `state_dict`, in place; every rank of `process_group` calls it.
 
@@ -159,12 +162,14 @@ def load(
     rename: from keys of the state to keys of the checkpoint, a mapping or a function; an optimizer's state is looked up
         by parameter (`optimizer.state.layers.0.weight`)
     manifest_sha256: the digest of the manifest from a trusted source; it rules out any modification
+    progress: called on this rank with the bytes read so far, and those that it reads in all
 
     Raises `CheckpointNotFound`, `CheckpointMismatch` (listing all keys, shapes and dtypes that do not fit),
     `CheckpointDamaged`, `CheckpointIOError`.
     """
     expect_flag("cast", cast)
     expect_digest(manifest_sha256)
+    expect_callable("progress", progress, "a function of two numbers or None", or_none=True)
     renames = rename is None or callable(rename) or isinstance(rename, Mapping)
     expect("rename", renames, "a mapping or a function", rename, "leave it out for none")
     path = _location(checkpoint_id)
@@ -172,7 +177,7 @@ def load(
     missing = tuple(expect_keys("allow_missing", allow_missing))
     unexpected = tuple(expect_keys("allow_unexpected", allow_unexpected))
     some = tuple(expect_keys("on_some_ranks", on_some_ranks))
-    options = LoadOptions(cast, missing, unexpected, rename, manifest_sha256, some)
+    options = LoadOptions(cast, missing, unexpected, rename, manifest_sha256, some, progress)
     found = _messenger(process_group, no_dist)
     background(found).wait()
     with using(path):
@@ -300,8 +305,8 @@ def retain(
     background(found).wait()
     what = f"removing {path}"
 
-    def decide(messages: list[Message]) -> Message:
-        rules = variants({rank: Rule(*message["rule"]) for rank, message in enumerate(messages)})
+    def decide(heard: Heard) -> Message:
+        rules = variants({rank: Rule(*message["rule"]) for ranks, message in heard.groups for rank in ranks})
         if len(rules) > 1:
             problems = [f"{shown_ranks(ranks)}: {each}" for each, ranks in rules.items()]
             raise CheckpointMismatch(f"{what}: expected the same request of all ranks, found", problems)

@@ -87,6 +87,11 @@ def read_current(folder: Folder, manifest_sha256: str | None = None) -> Generati
     pointer = read_pointer(folder)
     if pointer is None:
         raise not_found(folder)
+    return read_generation(folder, pointer, manifest_sha256)
+
+
+def read_generation(folder: Folder, pointer: Pointer, manifest_sha256: str | None = None) -> Generation:
+    """The generation that `pointer` names, otherwise as `read_current`."""
     where = f"{folder.path}/{pointer.generation}/{MANIFEST_NAME}"
     try:
         with folder.sub(pointer.generation) as generation:

@@ -20,7 +20,7 @@ import stat
 import sys
 import time
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Self
 
 from .errors import CheckpointBusy, CheckpointDamaged, CheckpointError, io_error
@@ -234,6 +234,21 @@ class ReadFile(_Descriptor):
                     f"{self.path}: expected bytes up to {start + len(buffer)}, found that it ends at {start + done}"
                 )
             done += count
+
+    def read_each(self, buffers: Sequence[Buffer], start: int) -> None:
+        """`read_into` for buffers one after another, in few calls; at most the system's limit of them, 1024."""
+        left = [buffer for buffer in buffers if len(buffer)]
+        while left:
+            count = os.preadv(self.fd, left, start)
+            if count == 0:
+                raise CheckpointDamaged(
+                    f"{self.path}: expected bytes up to {start + sum(map(len, left))}, found that it ends at {start}"
+                )
+            start += count
+            while left and count >= len(left[0]):
+                count -= len(left.pop(0))
+            if count:
+                left[0] = left[0][count:]
 
 
 class WriteFile(_Descriptor):

@@ -1,5 +1,5 @@
 """Loading: everything is read and checked in separate memory, all ranks agree, and only then is anything written.
-Every byte is compared with its checksum before use. Also here: a checkpoint read by one process."""
+Every byte is compared with its checksum before use (reading.py)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import contextlib
 import os
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -20,34 +19,29 @@ from .._torch import dtensor_like, local_of
 from ..agree import mark_restored
 from ..comm import Messenger
 from ..peers import shown_ranks
-from . import files
-from .agreement import Message, agree
+from .agreement import Heard, Message, agree
 from .companions import ROOM
-from .directory import Pointer, open_folder, proven, read_current
-from .errors import CheckpointDamaged, CheckpointMismatch
-from .files import Folder, ReadFile, doing
-from .manifest import MANIFEST_NAME, Chunk, Manifest, TensorEntry, Value, kind_of
-from .plan import Box, KeyPath, Take, key_of, matches, takes, whole
-from .safetensors import save_id_of
-from .saving import spare_cores
+from .directory import Pointer, not_found, open_folder, read_generation, read_pointer
+from .errors import CheckpointMismatch
+from .files import doing
+from .manifest import TensorEntry, kind_of
+from .plan import KeyPath, key_of, matches
+from .reading import CheckpointReader, Progress
 from .state import (
     Leaf,
     OpenState,
     Part,
     Tree,
-    bytes_of,
     dtype_name,
     dtype_of,
     flatten,
-    nested,
     part_of,
     place_of,
     staging,
 )
 from .wrapped import Stored, Taken, destinations, put_together, stored_in, taken
+from .writing import spare_cores
 
-# The limit of open files; a checkpoint of a large world has thousands.
-_MAX_OPEN = 64
 _EXPECTED = "expected a checkpoint that fits the state, found"
 _REMEDY = (
     "load() takes exceptions: allow_missing and allow_unexpected take keys in which * stands for anything, "
@@ -72,6 +66,8 @@ class LoadOptions:
     manifest_sha256: str | None = None
     # Keys that only some ranks ask for.
     on_some_ranks: Sequence[str] = ()
+    # Called with the bytes read so far, and those that this rank reads.
+    progress: Progress | None = None
 
     def stored_key(self, key: str) -> str:
         if self.rename is None:
@@ -127,23 +123,25 @@ class LoadJob:
 
     def run(self, state_dict: dict[str, Any]) -> None:
         """Write the stored state into `state_dict`. On an error nothing was written, on any rank."""
-        found = agree(self.messenger, self.what, dict, self._read_manifest)
+        found = agree(self.messenger, self.what, dict, self._read_pointer)
         pointer = Pointer(*found["pointer"])
-        agree(self.messenger, self.what, lambda: self._match_all(state_dict, pointer, found), self._refuse_differences)
+        agree(self.messenger, self.what, lambda: self._match_all(state_dict, pointer), self._refuse_differences)
         agree(self.messenger, self.what, lambda: self._read_all(pointer), lambda _: {})
         write(self._tree, self._wanted, self._staged, self._manifest.save_id)
 
-    def _read_manifest(self, _: list[Message]) -> Message:
-        """On the first rank: all ranks get the same bytes, whatever a saver does meanwhile."""
+    def _read_pointer(self, _: Heard) -> Message:
+        """On the first rank: all ranks read the same generation, whatever a saver does meanwhile."""
         with doing(self.what), open_folder(self.path) as folder:
-            found = read_current(folder, self.options.manifest_sha256)
-        return {"pointer": list(found.pointer), "manifest": found.data.decode()}
+            pointer = read_pointer(folder)
+            if pointer is None:
+                raise not_found(folder)
+        return {"pointer": list(pointer)}
 
     # ---- matching ------------------------------------------------------------------------------------------
 
-    def _match_all(self, state_dict: dict[str, Any], pointer: Pointer, found: Message) -> Message:
-        where = f"{self.path}/{pointer.generation}/{MANIFEST_NAME}"
-        self._manifest = proven(pointer, found["manifest"].encode(), where, self.options.manifest_sha256)
+    def _match_all(self, state_dict: dict[str, Any], pointer: Pointer) -> Message:
+        with doing(self.what), open_folder(self.path) as folder:
+            self._manifest = read_generation(folder, pointer, self.options.manifest_sha256).manifest
         return self._match(state_dict)
 
     def _match(self, state_dict: dict[str, Any]) -> Message:
@@ -180,16 +178,17 @@ class LoadJob:
         on = [[len(ranks), str(hash(ranks)), keys] for ranks, keys in meshes.items()]
         return {"keys": sorted(wanted.keys), "problems": wanted.problems, "meshes": on}
 
-    def _refuse_differences(self, messages: list[Message]) -> Message:
+    def _refuse_differences(self, heard: Heard) -> Message:
         """On the first rank: raise the problems of all ranks, and the stored keys that no rank asked for."""
+        messages = heard.messages
         problems = dict.fromkeys(problem for message in messages for problem in message["problems"])
         unexpected = set(self._manifest.keys).difference(*(message["keys"] for message in messages))
         for key in sorted(unexpected):
             if not matches(key, self.options.allow_unexpected) and not key.startswith(f"{ROOM}."):
                 problems[f"unexpected: {key}"] = None
-        for key, ranks in asked_by_some(messages).items():
+        for key, ranks in asked_by_some(heard.groups).items():
             if not matches(key, self.options.on_some_ranks):
-                others = [rank for rank in range(len(messages)) if rank not in ranks]
+                others = sorted(set(range(self.messenger.world)).difference(ranks))
                 problems[f"different: {key} is asked for by {shown_ranks(ranks)}, not by {shown_ranks(others)}"] = None
         if problems:
             raise CheckpointMismatch(f"{self.what}: {_EXPECTED}", list(problems), _REMEDY)
@@ -300,52 +299,36 @@ class LoadJob:
     def _read_all(self, pointer: Pointer) -> Message:
         wanted = self._wanted.tensors
         indices = [i for i in range(len(wanted)) if wanted[i][1].box is not None]
-        # Each file is read from beginning to end.
-        indices.sort(key=lambda i: min(((c.file, c.start) for c in wanted[i][0].chunks), default=(0, 0)))
         with doing(f"{self.what}: memory for what is read"):
             memory = staging([(wanted[i][0].dtype, wanted[i][1].box.lengths) for i in indices])  # type: ignore[union-attr]
         self._staged = [torch.empty(0)] * len(wanted)
         for index, tensor in zip(indices, memory, strict=True):
             self._staged[index] = tensor
-        threads = min(spare_cores(self.messenger.world), len(indices)) or 1
-        if threads == 1:
-            self._read_some(pointer, indices)
-        else:
-            with ThreadPoolExecutor(threads, "fullshard-load") as pool:
-                # Each thread opens its own files and reads neighbouring ranges.
-                shares = [
-                    indices[len(indices) * n // threads : len(indices) * (n + 1) // threads] for n in range(threads)
-                ]
-                for share in [pool.submit(self._read_some, pointer, one) for one in shares]:
-                    share.result()
+        requests = [(wanted[i][0], wanted[i][1].box, self._staged[i]) for i in indices]
+        with doing(self.what), open_folder(self.path) as folder:
+            with CheckpointReader(folder.sub(pointer.generation), self._manifest) as data:
+                data.read_each(requests, spare_cores(self.messenger.world), self.options.progress)  # type: ignore[arg-type]
         with doing(f"{self.what}: tensors of other classes"), torch.inference_mode(False), torch.no_grad():
             for one in self._wanted.wrapped:
                 self._wanted.new.append((one.state, one.name, one.item, one.make(self._staged)))
         return {}
 
-    def _read_some(self, pointer: Pointer, indices: Sequence[int]) -> None:
-        with doing(self.what), open_folder(self.path) as folder:
-            with CheckpointReader(folder.sub(pointer.generation), self._manifest) as data:
-                for index in indices:
-                    entry, part = self._wanted.tensors[index]
-                    assert part.box is not None
-                    data.read(entry, part.box, self._staged[index])
 
-
-def asked_by_some(messages: Sequence[Message]) -> dict[str, list[int]]:
-    """Keys that not all ranks ask for, with those that do, where that would leave ranks with different state.
+def asked_by_some(groups: Sequence[tuple[list[int], Message]]) -> dict[str, list[int]]:
+    """Keys that not all ranks ask for, with those that do, where that would leave ranks with different state. `groups`:
+    the ranks of each different message.
 
     The ranks of a DTensor's mesh have to ask together. Of other keys ranks may have some of their own, as stages of a
     pipeline do; but a rank that asks for nothing beyond what another one asks for lacks the rest."""
-    asked = [set(message["keys"]) for message in messages]
+    asked = [set(message["keys"]) for _, message in groups]
     by_key: dict[str, list[int]] = {}
     for key in sorted(set().union(*asked).difference(set.intersection(*asked))):
-        by_key[key] = [rank for rank, keys in enumerate(asked) if key in keys]
+        by_key[key] = [number for number, keys in enumerate(asked) if key in keys]
     if not by_key:
         return {}
-    meshes = [{key: (n, ranks) for n, ranks, keys in message["meshes"] for key in keys} for message in messages]
+    meshes = [{key: (n, ranks) for n, ranks, keys in message["meshes"] for key in keys} for _, message in groups]
     own = [keys & by_key.keys() for keys in asked]
-    lacking: list[tuple[int, set[str]]] = []  # a rank, and those of its keys that another one lacks
+    lacking: list[tuple[int, set[str]]] = []  # a group, and those of its keys that another one lacks
     if not all(own):
         lacking = list(enumerate(own))
     for mine in filter(None, own):
@@ -353,12 +336,15 @@ def asked_by_some(messages: Sequence[Message]) -> dict[str, list[int]]:
         for other in min((by_key[key] for key in mine), key=len):
             if mine < own[other]:
                 lacking.append((other, own[other] - mine))
-    found = {key: by_key[key] for rank, keys in lacking for key in keys if key not in meshes[rank]}
-    for key, ranks in by_key.items():
-        together = Counter(meshes[rank][key] for rank in ranks if key in meshes[rank])
+    found = {key for number, keys in lacking for key in keys if key not in meshes[number]}
+    for key, numbers in by_key.items():
+        together = Counter[tuple[int, str]]()
+        for number in numbers:
+            if key in meshes[number]:
+                together[meshes[number][key]] += len(groups[number][0])
         if any(n != there for (n, _), there in together.items()):
-            found[key] = ranks
-    return dict(sorted(found.items()))
+            found.add(key)
+    return {key: sorted(rank for number in by_key[key] for rank in groups[number][0]) for key in sorted(found)}
 
 
 def write(tree: Tree, wanted: Request, staged: Sequence[Tensor], source: str = "") -> None:
@@ -419,148 +405,3 @@ def _fits(held: Tensor, entry: TensorEntry) -> bool:
 
 def _may_cast(a: str, b: str) -> bool:
     return dtype_of(a).is_floating_point and dtype_of(b).is_floating_point
-
-
-# ---- reading ---------------------------------------------------------------------------------------------------
-
-
-class CheckpointReader:
-    """One generation of a checkpoint, read by one process, tensor by tensor; every returned byte was checked.
-    `folder` is open, and closed with the reader.
-
-    Memory is bounded by the largest tensor, not by the checkpoint.
-    """
-
-    def __init__(self, folder: Folder, manifest: Manifest) -> None:
-        self.folder, self.manifest = folder, manifest
-        self._open: dict[int, ReadFile] = {}
-        # Files whose size and header were checked.
-        self._proven: set[int] = set()
-
-    def __enter__(self) -> CheckpointReader:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        while self._open:
-            self._open.popitem()[1].close()
-        self.folder.close()
-
-    # ---- tensors and values --------------------------------------------------------------------------------
-
-    def tensor(self, key: str, box: Box | None = None) -> Tensor:
-        """A stored tensor, or `box` of it: on the host, contiguous, owned by the caller. `KeyError` for no such key."""
-        entry = self.manifest.tensors[key]
-        return self.read(entry, whole(entry.shape) if box is None else box)
-
-    def value(self, key: str) -> Value:
-        """The value stored under a key that is not a tensor. `KeyError` for no such key."""
-        return self.manifest.values[key].value
-
-    def state_dict(self) -> dict[str, Any]:
-        """Everything, nested as it was saved, with full tensors: for small checkpoints."""
-        leaves: dict[KeyPath, Any] = {entry.path: self.tensor(key) for key, entry in self.manifest.tensors.items()}
-        leaves |= {entry.path: entry.value for entry in self.manifest.values.values()}
-        return nested(leaves)
-
-    def read(self, entry: TensorEntry, box: Box, into: Tensor | None = None) -> Tensor:
-        """`box` of a tensor: contiguous, on the host, in the stored dtype, owned by the caller.
-
-        `into`: such a tensor, to be filled instead of a new one.
-        """
-        made = torch.empty(box.lengths, dtype=dtype_of(entry.dtype)) if into is None else into
-        if made.numel():
-            for take in takes(box, [chunk.box for chunk in entry.chunks]):
-                self._fill(made, entry, take)
-        return made
-
-    def _fill(self, made: Tensor, entry: TensorEntry, take: Take) -> None:
-        region = made
-        for dim, (start, length) in enumerate(zip(take.target, take.lengths, strict=True)):
-            region = region.narrow(dim, start, length)
-        direct = take.contiguous and region.is_contiguous()
-        held = region if direct else torch.empty(take.stop - take.first, dtype=made.dtype)
-        self._read_bytes(bytes_of(held), entry.chunks[take.part], take.first * made.itemsize, entry.key)
-        if not direct:
-            region.copy_(held.as_strided(take.lengths, take.strides))
-
-    def _read_bytes(self, buffer: memoryview, chunk: Chunk, start: int, key: str) -> None:
-        """Fill `buffer` from byte `start` of a chunk. Checksums cover whole blocks, so whole blocks are read; one that
-        is only partly needed is read into separate memory."""
-        block, stop, file = self.manifest.block_nbytes, start + len(buffer), self.file(chunk.file)
-        with doing(f"reading {file.path} for {key}"):
-            for index in range(start // block, -(-stop // block)):
-                first, last = index * block, min((index + 1) * block, chunk.nbytes)
-                inside = start <= first and last <= stop
-                piece = buffer[first - start : last - start] if inside else memoryview(bytearray(last - first))
-                file.read_into(piece, chunk.start + first)
-                files.compare(piece, chunk.crcs[index], f"{file.path}: {key}", chunk.start + first)
-                if not inside:
-                    begin, end = max(start, first), min(stop, last)
-                    buffer[begin - start : end - start] = piece[begin - first : end - first]
-
-    # ---- files ---------------------------------------------------------------------------------------------
-
-    def file(self, number: int) -> ReadFile:
-        """A data file, open, after checking its size and header."""
-        found = self._open.get(number)
-        if found is None:
-            entry = self.manifest.files[number]
-            with doing(f"opening {self.folder.path}/{entry.name}"):
-                try:
-                    found = self.folder.reading(entry.name)
-                except FileNotFoundError:
-                    raise CheckpointDamaged(
-                        f"{self.folder.path}/{entry.name}: expected this file of the checkpoint, found none"
-                    ) from None
-            while len(self._open) >= _MAX_OPEN:
-                self._open.pop(next(iter(self._open))).close()
-            self._open[number] = found
-        if number not in self._proven:
-            self._prove(found, number)
-            self._proven.add(number)
-        return found
-
-    def _prove(self, file: ReadFile, number: int) -> None:
-        entry = self.manifest.files[number]
-        if file.nbytes != entry.nbytes:
-            raise CheckpointDamaged(f"{file.path}: expected {entry.nbytes} bytes, found {file.nbytes}")
-        head = bytearray(entry.header_nbytes)
-        with doing(f"reading {file.path}"):
-            file.read_into(memoryview(head), 0)
-        if files.crc32(head) != entry.header_crc:
-            other = save_id_of(bytes(head))
-            known = other is not None and other != self.manifest.save_id
-            raise CheckpointDamaged(
-                f"{file.path}: expected the header that was saved, found "
-                + (f"a file of another save, {other}" if known else "another one")
-            )
-
-    def verify(self) -> None:
-        """Read everything. Raises `CheckpointDamaged` for any byte that differs from the saved one, and for files in
-        the directory that the manifest does not list."""
-        known = {MANIFEST_NAME, *(file.name for file in self.manifest.files)}
-        if foreign := sorted(set(self.folder.names()) - known):
-            raise CheckpointDamaged(
-                f"{self.folder.path}: expected only the files of the manifest, found also {foreign}"
-            )
-        for number in range(len(self.manifest.files)):
-            self.file(number)
-        stored = [(chunk, key) for key, entry in self.manifest.tensors.items() for chunk in entry.chunks]
-        block = bytes_of(torch.empty(self.manifest.block_nbytes, dtype=torch.uint8))
-        for chunk, key in sorted(stored, key=lambda one: (one[0].file, one[0].start)):
-            for start in range(0, chunk.nbytes, len(block)):
-                self._read_bytes(block[: chunk.nbytes - start], chunk, start, key)
-
-    def sizes_problem(self) -> str | None:
-        """The reason why data files cannot be complete, by their sizes alone; None if there is none."""
-        for entry in self.manifest.files:
-            try:
-                nbytes = self.folder.nbytes(entry.name)
-            except (OSError, CheckpointDamaged) as error:
-                return f"{entry.name}: {error}"
-            if nbytes != entry.nbytes:
-                return f"{entry.name}: expected {entry.nbytes} bytes, found {nbytes}"
-        return None

@@ -1,4 +1,4 @@
-"""Which part of a tensor is where: what all ranks hold, who writes it, and which parts a reader takes.
+"""Parts of tensors: which part a rank holds, whether parts make up a tensor, and which of them a reader takes.
 
 A part is a box: offsets and lengths in every dim. A tensor of shape (5, 3) on 4 ranks, dim 0, and the rows that rank 1
 of 2 reads:
@@ -14,15 +14,15 @@ from __future__ import annotations
 import fnmatch
 import math
 from collections.abc import Iterable, Sequence
-from fractions import Fraction
 from typing import Any, NamedTuple, TypeGuard
 
 from ..layout import itemsize
-from .errors import CheckpointMismatch
 
 # Under the key of a tensor around others (wrapped.py): what it is; where some of its rows are plain, those rows, and
 # which rows the others are.
 FLATTENED, REST, ROWS = "__tensor_flatten__", "__rest__", "__rows__"
+# Sums of what ranks know are taken modulo this prime.
+MODULUS = (1 << 61) - 1
 # A position in a nested state dict: strings are keys of dicts, numbers positions in lists.
 KeyPath = tuple[str | int, ...]
 
@@ -118,7 +118,7 @@ def local_box(shape: Sequence[int], mesh: Sequence[int], coordinate: Sequence[in
     Box(offsets=(4,), lengths=(2,))
     """
     offsets, lengths = [0] * len(shape), list(shape)
-    for axis in _cutting_order(mesh, cuts):
+    for axis in cutting_order(mesh, cuts):
         cut = cuts[axis]
         assert cut is not None
         size = -(-lengths[cut.dim] // mesh[axis])
@@ -128,7 +128,7 @@ def local_box(shape: Sequence[int], mesh: Sequence[int], coordinate: Sequence[in
     return Box(tuple(offsets), tuple(lengths))
 
 
-def _cutting_order(mesh: Sequence[int], cuts: Sequence[Cut | None]) -> list[int]:
+def cutting_order(mesh: Sequence[int], cuts: Sequence[Cut | None]) -> list[int]:
     """Axes in the order in which they split: from left to right, but one with `pieces` after those that made them."""
     order: list[int] = []
     for axis in reversed(range(len(cuts))):
@@ -177,98 +177,6 @@ def coverage_problem(shape: Sequence[int], boxes: Iterable[Box]) -> str | None:
     return f"{missing} of {math.prod(shape)} elements are in no part" if missing else None
 
 
-# ---- saving ----------------------------------------------------------------------------------------------------
-
-
-class Holding(NamedTuple):
-    """A part of one tensor that one rank holds. `nbytes`: its size."""
-
-    key: str
-    box: Box
-    nbytes: int
-
-
-REMEDY = (
-    "save the state of each rank under its own keys (with the rank in them); to save the first rank's state where "
-    "ranks differ, name the keys in take_first"
-)
-
-
-class Holdings(NamedTuple):
-    """`held[rank]`: the parts of that rank, in its own order. `values`: the path, and the ranks that send it: one, or
-    for groups of parameters (`is_grouping`) the first one of each different value."""
-
-    tensors: dict[str, TensorSpec]
-    held: list[list[Holding]]
-    values: dict[str, tuple[KeyPath, list[int]]]
-    # Values that only all parts together tell.
-    computed: dict[str, tuple[KeyPath, list[tuple[int, int]]]]
-
-
-def merge(messages: Sequence[dict[str, Any]], take_first: Sequence[str], what: str) -> Holdings:
-    """The parts of all ranks, merged. Each message lists the parts of one rank (`SaveJob`).
-
-    Raises `CheckpointMismatch` with all problems: a key of different shapes, dtypes, paths or values, and parts that
-    leave gaps or overlap.
-    """
-    problems = list[str]()
-    # Each with the first rank that named it.
-    tensors, values = dict[str, tuple[TensorSpec, int]](), dict[str, tuple[KeyPath, int, str]]()
-    boxes = dict[str, dict[Box, int]]()
-    held: list[list[Holding]] = [[] for _ in messages]
-    wrappers = dict[str, _Wrapper]()
-    # Of groups of parameters: each different value, with the first rank that has it.
-    groupings = dict[str, dict[str, int]]()
-    for rank, message in enumerate(messages):
-        for path, dtype, shape, raw, *around in message["tensors"]:
-            spec = TensorSpec(tuple(path), dtype, tuple(shape))
-            key, (known, first) = spec.key, tensors.setdefault(spec.key, (spec, rank))
-            if known.path != spec.path:
-                problems.append(f"{key}: at {list(known.path)} on rank {first}, at {list(path)} on rank {rank}")
-            elif known != spec:
-                one, other = f"{known.dtype} {known.shape}", f"{dtype} {spec.shape}"
-                problems.append(f"{key}: {one} on rank {first}, {other} on rank {rank}")
-            if key in values:
-                problems.append(f"{key}: a value on rank {values[key][1]}, a tensor on rank {rank}")
-            box = Box(*map(tuple, raw)) if raw else whole((0,) * len(shape))  # None: on a mesh of other ranks
-            nbytes = box.numel * itemsize(dtype) if raw else 0
-            # With `take_first` another rank's part is saved, so this one is ignored.
-            if nbytes and boxes.setdefault(key, {}).setdefault(box, rank) != rank and matches(key, take_first):
-                nbytes = 0
-            if around:
-                (start, stop), whole_shape = around
-                wrapper = wrappers.setdefault(key_of(spec.path[:-1]), _Wrapper(spec.path[:-1], tuple(whole_shape)))
-                wrapper.inner.setdefault(key, []).append((rank, len(held[rank]), (start, stop)))
-            held[rank].append(Holding(key, box, nbytes))
-        for path, digest in message["values"]:
-            key = key_of(path)
-            _, first, known_digest = values.setdefault(key, (tuple(path), rank, digest))
-            if known_digest != digest and is_grouping(path) and not matches(key, take_first):
-                groupings.setdefault(key, {known_digest: first}).setdefault(digest, rank)
-            elif known_digest != digest and not matches(key, take_first):
-                problems.append(f"{key}: one value on rank {first}, another on rank {rank}")
-            if key in tensors:
-                problems.append(f"{key}: a tensor on rank {tensors[key][1]}, a value on rank {rank}")
-    computed = dict[str, tuple[KeyPath, list[tuple[int, int]]]]()
-    for wrapper in wrappers.values():
-        try:
-            if rows := wrapper.place(tensors, boxes, held):
-                computed[key_of((*wrapper.path, ROWS))] = (*wrapper.path, ROWS), rows
-        except ValueError as error:
-            problems.append(f"{key_of(wrapper.path)} {wrapper.shape}: {error}")
-    for key in [key for key in tensors if f"{key}.{FLATTENED}" in values and not boxes.get(key)]:
-        del tensors[key]  # on one rank whole, on the others without elements
-    for key, (spec, _) in tensors.items():
-        if problem := coverage_problem(spec.shape, boxes.get(key, ())):
-            problems.append(f"{key} {spec.shape}: {problem}")
-    if problems:
-        raise CheckpointMismatch(f"{what}: expected consistent state on all ranks, found", problems, REMEDY)
-    found = {
-        key: (path, [*groupings.get(key, {digest: rank}).values()]) for key, (path, rank, digest) in values.items()
-    }
-    return Holdings({key: spec for key, (spec, _) in tensors.items()}, held, found, computed)
-
-
 # ---- groups of parameters --------------------------------------------------------------------------------------------
 # Each stage of a pipeline has an optimizer of its own parameters. Its groups name them; those of all stages together
 # are the groups of one optimizer of the whole model.
@@ -310,102 +218,6 @@ def together(values: Sequence[Any]) -> Any:
 
 def _settings(group: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key != "params"}
-
-
-class _Wrapper:
-    """A tensor around others, of which each rank sends the rows of its part and, with offset 0, its inner tensors: they
-    lie one after the other in the order of these rows. Ranks may hold other rows as a plain tensor."""
-
-    def __init__(self, path: KeyPath, shape: tuple[int, ...]) -> None:
-        self.path, self.shape = path, shape
-        # Key of an inner tensor: (rank, index of its holding, its rows).
-        self.inner: dict[str, list[tuple[int, int, tuple[int, int]]]] = {}
-
-    def place(
-        self,
-        tensors: dict[str, tuple[TensorSpec, int]],
-        boxes: dict[str, dict[Box, int]],
-        held: list[list[Holding]],
-    ) -> list[tuple[int, int]]:
-        """Give the inner tensors, and the plain rows, their places in whole ones. Returns the rows of the inner ones if
-        there are others. Raises `ValueError` if they do not make up all rows."""
-        key = key_of(self.path)
-        spec, rank = tensors.pop(key, (None, 0))
-        plain = boxes.pop(key, {})
-        columns = (0,) * (len(self.shape) - 1), self.shape[1:]
-        for inner, found in self.inner.items():
-            rows = sorted({rows for _, _, rows in found})
-            parts = [Box((start, *columns[0]), (stop - start, *columns[1])) for start, stop in rows]
-            if problem := coverage_problem(self.shape, [*parts, *plain]):
-                raise ValueError(problem)
-            before = _before(rows)
-            boxes[inner] = {}
-            for rank_of_part, index, (start, stop) in found:
-                part = held[rank_of_part][index]
-                per_row = Fraction(part.box.lengths[0], stop - start)
-                box = Box((int(per_row * before[start]), *part.box.offsets[1:]), part.box.lengths)
-                held[rank_of_part][index] = part._replace(box=box)
-                boxes[inner].setdefault(box, rank_of_part)
-            total = max(box.offsets[0] + box.lengths[0] for box in boxes[inner])
-            old, first = tensors[inner]
-            tensors[inner] = old._replace(shape=(total, *old.shape[1:])), first
-        if not plain or spec is None:
-            return []
-        before = _before(sorted({(box.offsets[0], box.offsets[0] + box.lengths[0]) for box in plain}))
-        rest = TensorSpec((*self.path, REST), spec.dtype, (sum(b.lengths[0] for b in plain), *self.shape[1:]))
-        tensors[rest.key], boxes[rest.key] = (rest, rank), {}
-        for number, mine in enumerate(held):
-            for index, part in enumerate(mine):
-                if part.key == key and part.nbytes:
-                    box = part.box._replace(offsets=(before[part.box.offsets[0]], *part.box.offsets[1:]))
-                    mine[index] = Holding(rest.key, box, part.nbytes)
-                    boxes[rest.key].setdefault(box, number)
-        return _joined(rows)
-
-
-def _before(rows: Iterable[tuple[int, int]]) -> dict[int, int]:
-    """How many of `rows`, ranges in order, are before each of them."""
-    found, count = dict[int, int](), 0
-    for start, stop in rows:
-        found[start] = count
-        count += stop - start
-    return found
-
-
-def _joined(rows: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """`rows`, with neighbours in one range."""
-    made = list[tuple[int, int]]()
-    for start, stop in rows:
-        if made and made[-1][1] == start:
-            start = made.pop()[0]
-        made.append((start, stop))
-    return made
-
-
-def choose_writers(held: Sequence[Sequence[Holding]]) -> list[list[int]]:
-    """For each rank, the parts that it writes (indices into `held[rank]`, ascending).
-
-    A part that several ranks hold is written by one of them, so that bytes are spread evenly: large parts are assigned
-    first, each to the holder with the fewest bytes so far. Empty parts are not written.
-
-    >>> a, b = Holding("a", whole((4,)), 16), Holding("b", whole((2,)), 8)
-    >>> choose_writers([[a, b], [a, b]])
-    [[0], [1]]
-    """
-    holders: dict[tuple[str, Box], list[tuple[int, int]]] = {}
-    for rank, parts in enumerate(held):
-        for index, part in enumerate(parts):
-            if part.nbytes:
-                holders.setdefault((part.key, part.box), []).append((rank, index))
-    load = [0] * len(held)
-    chosen: list[list[int]] = [[] for _ in held]
-    # Parts with a single holder first: there is no choice, and the others fit around them.
-    order = sorted(holders.values(), key=lambda found: (len(found) > 1, -held[found[0][0]][found[0][1]].nbytes))
-    for found in order:
-        rank, index = min(found, key=lambda one: (load[one[0]], one[0]))
-        load[rank] += held[rank][index].nbytes
-        chosen[rank].append(index)
-    return [sorted(indices) for indices in chosen]
 
 
 # ---- reading ---------------------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from .plan import Box, whole
+from .table import TABLE_NAME
 
 # The format's names of dtypes. Others are stored as bytes (U8, with the itemsize as a last dim); the manifest has their
 # dtype.
@@ -52,12 +53,17 @@ class FilePart(NamedTuple):
 
     @property
     def entry(self) -> HeaderEntry:
-        """Its name is the key, followed by the part of the tensor if it is not all of it."""
-        name = self.key if self.box == whole(self.shape) else f"{self.key}{self.box}"
+        """As the file has it."""
+        name = name_of(self.key, self.shape, self.box)
         dtype, shape = DTYPE_NAMES.get(self.dtype), self.box.lengths
         if dtype is None:
             dtype, shape = "U8", (*shape, self.itemsize)
         return HeaderEntry(name, dtype, shape, self.box.numel * self.itemsize)
+
+
+def name_of(key: str, shape: tuple[int, ...], box: Box) -> str:
+    """The name of a part in a file: the key, followed by the part of the tensor if it is not all of it."""
+    return key if box == whole(shape) else f"{key}{box}"
 
 
 def file_order(parts: Sequence[FilePart]) -> list[int]:
@@ -83,10 +89,11 @@ def header(entries: Iterable[HeaderEntry], metadata: Mapping[str, str]) -> bytes
     return len(text).to_bytes(8, "little") + text
 
 
-def data_header(parts: Iterable[FilePart], save_id: str, file_name: str) -> bytes:
-    """The head of one of our data files."""
+def data_header(parts: Sequence[FilePart], save_id: str, file_name: str, table_nbytes: int) -> bytes:
+    """The head of one of our data files, whose table is the last of its tensors."""
     metadata = {"fullshard_save_id": save_id, "fullshard_file": file_name}
-    return header((part.entry for part in parts), metadata)
+    table = HeaderEntry(TABLE_NAME, "U8", (table_nbytes,), table_nbytes)
+    return header([*(part.entry for part in parts), table], metadata)
 
 
 def save_id_of(head: bytes) -> str | None:

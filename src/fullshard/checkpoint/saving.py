@@ -1,67 +1,70 @@
-"""Saving: what each rank holds, who writes it, the files, and the commit. See ADR 0012 for the protocol. Also here:
-a checkpoint written by one process, tensor by tensor, for converters and tools."""
+"""Saving: what each rank holds, who writes it, the files, and the commit. See ADR 0012 for the protocol.
+
+1  each rank claims a plan: it knows one for what it holds, or computes it (save_plan.py). If all claim the same,
+   and have the same values, the save begins; otherwise ranks declare what they hold, and the first one merges it
+2  each writes its files, and sends a record for each; replicas are compared; the first rank commits
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import os
-import queue
-import threading
+import struct
 import uuid
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
-from types import TracebackType
+from collections.abc import Sequence
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from .._version import __version__
 from ..comm import Messenger
-from ..layout import itemsize
 from ..peers import had_losses, loss_over, shown_ranks
 from . import files
 from .adapters import described
-from .agreement import Message, agree
+from .agreement import Heard, Message, Said, agree
 from .companions import ROOM, TIED, files_of, tied_names
 from .directory import Saving
 from .errors import CheckpointMismatch
-from .files import Folder, WriteFile, doing
+from .files import Folder, doing
 from .hosts import check as check_hosts
-from .manifest import (
-    BLOCK_NBYTES,
-    MANIFEST_NAME,
-    Chunk,
-    FileEntry,
-    Json,
-    Manifest,
-    TensorEntry,
-    ValueEntry,
-    decode,
-    encode,
-    parse,
-    to_bytes,
+from .manifest import BLOCK_NBYTES, FileEntry, Json, ValueEntry, data_name, decode, encode
+from .plan import FLATTENED, MODULUS, KeyPath, key_of, together, whole
+from .rules import Rule
+from .save_plan import (
+    REMEDY,
+    Declaration,
+    Own,
+    Plan,
+    Share,
+    balance,
+    balance_of_values,
+    declare,
+    merge,
+    number_of,
+    plan_of,
+    share_of,
 )
-from .plan import FLATTENED, REMEDY, Box, Holdings, KeyPath, TensorSpec, choose_writers, key_of, merge, together, whole
-from .safetensors import FilePart, data_header, file_order
 from .staging import Staging, StagingMemory
-from .state import Part, Tree, bytes_of, dtype_name, named_tensors, on_host, part_of
+from .state import Part, Tree, bytes_of, named_tensors, on_host, part_of
 from .wrapped import Kinds, Saved, is_wrapper, saved
+from .writing import commit, spare_cores, write_file
 
-WRITER = f"fullshard {__version__}, torch {torch.__version__}"
-# CheckpointWriter starts a new data file after this many bytes.
-_FILE_NBYTES = 4 << 30
+# Of a data file, from its writer to the first rank: rank, volume, bytes of header, table and all, digest of the table.
+_RECORD = struct.Struct("<IIIIQ32s")
+# Plans that a process group keeps, for layouts that take turns.
+_KEPT = 4
 
 
 class Snapshot(NamedTuple):
-    """The state that one rank saves: parts of tensors, in its own order, and values as JSON."""
+    """The state that one rank saves: parts of tensors, in its own order, and values as JSON. `apart`: keys of tensors
+    that get data files of their own, which a later save may take over; the same on all ranks."""
 
     parts: list[tuple[KeyPath, Part]]
     values: dict[str, tuple[KeyPath, Json]]
     problems: list[str]
+    apart: frozenset[str] = frozenset()
 
 
 def snapshot(tree: Tree, *, companions: bool = False) -> Snapshot:
@@ -113,14 +116,20 @@ class SaveJob:
         self.staging: Staging | None = None
         # On the first rank, from the plan until the end.
         self._saving: Saving | None = None
+        # Of each part that this rank holds: its checksums.
+        self._crcs: dict[int, Sequence[int]] = {}
 
     def run(self, mine: Snapshot) -> str:
         """Write and commit the checkpoint; returns the path of its generation. On an error nothing has changed."""
+        self._mine = mine
         try:
-            plan = agree(self.messenger, self.what, lambda: self._holdings(mine), self._plan)
-            largest = sum(mine.parts[i][1].nbytes for i in plan["write"][self.messenger.rank])
-            check_hosts(self.messenger, self.what, self.path, plan["folder"], largest)
-            done = agree(self.messenger, self.what, lambda: self._write(mine, plan), self._commit)
+            begun = agree(self.messenger, self.what, self._claim, self._begin_or_ask)
+            if "ask" in begun:
+                begun = agree(self.messenger, self.what, self._declared.message, self._merge)
+            check_hosts(self.messenger, self.what, self.path, begun["folder"], lambda: self._prepare(begun))
+            done = agree(self.messenger, self.what, lambda: self._write(begun), self._commit)
+            if "differ" in done:
+                self._name_differences()
         finally:
             if self._saving is not None:
                 self._saving.end()
@@ -128,213 +137,233 @@ class SaveJob:
 
     # ---- the plan ------------------------------------------------------------------------------------------
 
-    def _holdings(self, mine: Snapshot) -> Message:
+    def _claim(self) -> Said:
+        mine = self._mine
         if mine.problems:
             raise CheckpointMismatch(f"{self.what}: expected state that can be saved, found", mine.problems)
-        tensors = [[path, part.dtype, part.shape, part.box, *(part.around or ())] for path, part in mine.parts]
-        values = [[path, _text_digest(value)] for path, value in mine.values.values()]
-        return {"tensors": tensors, "values": values}
+        self._own = _owned(mine.parts, self.messenger.members)
+        self._digests = {key: _text_digest(value) for key, (_, value) in mine.values.items()}
+        values = [(path, self._digests[key]) for key, (path, _) in mine.values.items()]
+        self._declared = declare(self._own, values, self.take_first, mine.apart, self.messenger.world)
+        self._plan = plan = plans_of(self.messenger).get(self._declared.digest) or self._computed()
+        if plan is None:
+            return Said({"plan": None})
+        return Said({"plan": plan.id}, (balance_of_values(plan, self.messenger.rank, self._digests),))
 
-    def _plan(self, messages: list[Message]) -> Message:
+    def _computed(self) -> Plan | None:
+        """The plan, where this rank knows what all others hold if they declare the same."""
+        return plan_of(self._declared) if self._declared.is_regular else None
+
+    def _begin_or_ask(self, heard: Heard) -> Message:
         """On the first rank."""
-        self._merged: Holdings = merge(messages, self.take_first, self.what)
-        self._saving = Saving.begin(self.path, uuid.uuid4().hex)
-        write = choose_writers(self._merged.held)
-        nbytes = [
-            sum(parts[i].nbytes for i in each) for parts, each in zip(self._merged.held, write, strict=True) if each
-        ]
-        self._saving.prove_room(sum(nbytes), len(nbytes), max(nbytes, default=0), "data-00000.safetensors")
-        # Ranks that hold the same part as its writer read it too, because replicas have to be equal.
-        compare = [
-            sorted({i for i, part in enumerate(parts) if part.nbytes}.difference(written))
-            for parts, written in zip(self._merged.held, write, strict=True)
-        ]
-        send: list[list[str]] = [[] for _ in write]
-        for key, (_, holders) in self._merged.values.items():
-            for holder in holders:
-                send[holder].append(key)
-        plan = {"write": write, "compare": compare, "send": send}
-        return {"save_id": self._saving.save_id, "folder": self._saving.name, **plan}
+        if len(heard.groups) > 1 or self._plan is None or any(heard.numbers):
+            return {"ask": True}
+        return self._begin(self._plan)
+
+    def _merge(self, heard: Heard) -> Message:
+        """On the first rank."""
+        self._plan = merge(heard.groups, self.messenger.world, self.what)
+        return {**self._begin(self._plan), "plan": self._plan.to_json()}
+
+    def _begin(self, plan: Plan) -> Message:
+        """On the first rank, which knows what will be written."""
+        saving = self._saving = Saving.begin(self.path, uuid.uuid4().hex)
+        # Files of other ranks are about as large as those of this one.
+        largest = share_of(plan, self._own, self.messenger.rank).largest_file
+        saving.prove_room(plan.nbytes, len(plan.files), largest, max(plan.files, key=len, default=data_name(0, 0)))
+        return {"save_id": saving.save_id, "folder": saving.name}
 
     # ---- the files -----------------------------------------------------------------------------------------
 
-    def _write(self, mine: Snapshot, plan: Message) -> Message:
-        rank = self.messenger.rank
-        write, compare, send = plan["write"][rank], plan["compare"][rank], plan["send"][rank]
+    def _prepare(self, begun: Message) -> int:
+        """This rank's share of the plan. Returns the bytes of its largest file."""
+        if "plan" in begun:
+            self._plan = Plan.from_json(begun["plan"], self.messenger.world)
+        assert self._plan is not None
+        keep_plan(self.messenger, self._declared, self._plan)
+        self._share = share_of(self._plan, self._own, self.messenger.rank)
+        return self._share.largest_file
+
+    def _write(self, begun: Message) -> Said:
+        plan, share, rank = self._plan, self._share, self.messenger.rank
+        assert plan is not None
         staging = self.staging or Staging(StagingMemory())
-        in_file = file_order([_file_part(*mine.parts[i]) for i in write])
-        mine = mine._replace(parts=staging.after_plan(mine.parts, [*compare, *(write[i] for i in in_file)]))
-        read = staging.live.read
-        sums = {}
-        for index in compare:
-            sums[index] = files.of_blocks(_bytes_of_part(mine.parts[index][1]), BLOCK_NBYTES)
-            read(index)
-        name = f"data-{rank:05d}.safetensors"
-        parts = [mine.parts[index] for index in write]
-        stored, written = None, list[Any]()
-        if parts:
-            with doing(f"writing {self.path}/{plan['folder']}/{name}"), Folder.open(self.path) as folder:
-                with folder.sub(plan["folder"]) as saving:
-                    stored, chunks = write_file(
+        parts = staging.after_plan(self._mine.parts, [*share.compare, *share.order])
+        # Ranks that hold the same part as its writer read it too, because replicas have to be equal.
+        for i in share.compare:
+            self._crcs[i] = files.of_blocks(_bytes_of_part(parts[i][1]), BLOCK_NBYTES)
+            staging.live.read(i)
+        records, written = list[bytes](), 0
+        for volume, indices in share.write.items():
+            name = data_name(rank, volume)
+            with doing(f"writing {self.path}/{begun['folder']}/{name}"), Folder.open(self.path) as folder:
+                with folder.sub(begun["folder"]) as saving:
+                    entry, crcs = write_file(
                         saving,
                         name,
-                        parts,
-                        plan["save_id"],
+                        [share.place[i] for i in indices],
+                        lambda i, indices=indices: _bytes_of_part(parts[indices[i]][1]),  # type: ignore[misc]
+                        begun["save_id"],
                         spare_cores(self.messenger.world),
-                        lambda i: read(write[i]),
+                        lambda i, indices=indices: staging.live.read(indices[i]),  # type: ignore[misc]
                     )
-            written = [[index, *chunk] for index, chunk in zip(write, chunks, strict=True)]
+            self._crcs.update(zip(indices, crcs, strict=True))
+            records.append(_record(rank, volume, entry))
+            written += entry.data_nbytes
         staging.live.check()
-        compared = [[index, _digest(crcs)] for index, crcs in sums.items()]
-        values = [[key, mine.values[key][1]] for key in send]
-        return {"file": stored, "written": written, "compared": compared, "values": values}
+        unequal = sum(
+            balance(plan, rank, self._holders(place), place, number_of(_joined(self._crcs[i] for i in indices)))
+            for place, indices in share.replicated.items()
+        )
+        return Said({"values": self._sent()}, (written, unequal % MODULUS), b"".join(records))
+
+    def _holders(self, place: tuple[int, int]) -> tuple[int, ...]:
+        """The ranks that hold a part of tensors of one rule."""
+        assert self._plan is not None
+        return list(self._plan.rules)[place[0]].holders(place[1])
+
+    def _sent(self) -> list[Any]:
+        """The values that this rank, not the first one, sends."""
+        plan, rank = self._plan, self.messenger.rank
+        assert plan is not None
+        values = self._mine.values
+        senders = {key: [ranks[0] for ranks in groups] for key, (_, groups) in plan.values.items()}
+        return [[key, rank, values[key][1]] for key, ranks in senders.items() if rank and rank in ranks]
 
     # ---- the commit ----------------------------------------------------------------------------------------
 
-    def _commit(self, messages: list[Message]) -> Message:
+    def _commit(self, heard: Heard) -> Message:
         """On the first rank."""
-        assert self._saving is not None
-        merged, held = self._merged, self._merged.held
-        entries, chunks = list[FileEntry](), dict[str, list[Chunk]]()
-        digests: dict[tuple[str, Box], dict[int, int]] = {}
-        for rank, message in enumerate(messages):
-            for index, start, nbytes, crcs in message["written"]:
-                key, box, _ = held[rank][index]
-                chunks.setdefault(key, []).append(Chunk(box, len(entries), start, nbytes, tuple(crcs)))
-                digests.setdefault((key, box), {})[rank] = _digest(crcs)
-            for index, digest in message["compared"]:
-                digests.setdefault(held[rank][index][:2], {})[rank] = digest
-            if message["file"] is not None:
-                entries.append(FileEntry(*message["file"]))
-        if different := different_replicas(digests):
-            raise CheckpointMismatch(f"{self.what}: expected equal replicas, found", different, REMEDY)
-        sizes = self._saving.sizes([file.name for file in entries])
+        plan, saving = self._plan, self._saving
+        assert plan is not None and saving is not None
+        written, unequal = heard.numbers
+        if unequal:
+            return {"differ": True}
+        if written != plan.nbytes % MODULUS:
+            raise CheckpointMismatch(
+                f"{self.what}: expected ranks to write what the plan says, found",
+                [f"{written} bytes of {plan.nbytes}"],
+                "this is a fault of fullshard, please report it",
+            )
+        entries = sorted(map(_file_entry, _RECORD.iter_unpack(heard.records)))
+        sizes = saving.sizes([file.name for file in entries])
         for file, nbytes in zip(entries, sizes, strict=True):
             if nbytes != file.nbytes:
                 raise OSError(0, f"{file.name}: {file.nbytes} bytes were written, the file has {nbytes}")
-        sent: dict[str, list[Any]] = {}
-        for message in messages:
-            for key, value in message["values"]:
-                sent.setdefault(key, []).append(decode(value))
-        tensors = [TensorEntry(*spec, tuple(sorted(chunks.get(key, ())))) for key, spec in merged.tensors.items()]
+        sent = {(key, rank): value for message in heard.messages for key, rank, value in message["values"]}
+        sent |= {(key, 0): value for key, (_, value) in self._mine.values.items()}
         values = [
-            ValueEntry(path, self._together(key, sent[key], ranks)) for key, (path, ranks) in merged.values.items()
+            ValueEntry(path, self._together(key, [decode(sent[key, ranks[0]]) for ranks in groups], groups))
+            for key, (path, groups) in plan.values.items()
         ]
-        values += [ValueEntry(path, [*rows]) for path, rows in merged.computed.values()]
-        return {"path": commit(self._saving, self.path, self.messenger.world, tensors, values, entries)}
+        values += [ValueEntry(path, [*rows]) for path, rows in plan.computed.values()]
+        path = commit(saving, self.path, self.messenger.world, plan.entries.values(), values, entries)
+        return {"path": path}
 
-    def _together(self, key: str, values: list[Any], ranks: list[int]) -> Any:
+    def _together(self, key: str, values: list[Any], groups: list[tuple[int, ...]]) -> Any:
         try:
             return together(values)
         except (ValueError, TypeError, KeyError, AttributeError, IndexError):
+            ranks = [group[0] for group in groups]
             found = [f"{key}: one value on rank {ranks[0]}, another on rank {rank}" for rank in ranks[1:]]
             text = f"{self.what}: expected consistent state on all ranks, found"
             raise CheckpointMismatch(text, found, REMEDY) from None
 
+    # ---- replicas that differ ------------------------------------------------------------------------------
 
-def commit(
-    saving: Saving,
-    path: str,
-    world: int,
-    tensors: Sequence[TensorEntry],
-    values: Sequence[ValueEntry],
-    entries: Sequence[FileEntry],
-) -> str:
-    """Make the written files the checkpoint; returns the path of its generation."""
-    by_key, values_by_key = {entry.key: entry for entry in tensors}, {entry.key: entry for entry in values}
-    data = to_bytes(Manifest(saving.save_id, world, WRITER, by_key, values_by_key, tuple(entries)))
-    # Never commit a manifest that could not be read.
-    parse(data, f"{path}/{MANIFEST_NAME}")
-    return saving.commit(data)
+    def _name_differences(self) -> None:
+        """Raise an error that names tensors and ranks. First ranks say which of their parts, all tensors of a rule
+        together; then one of each kind says which tensors."""
+        share = self._share
 
+        def all_of(place: tuple[int, int]) -> int:
+            return number_of(_joined(self._crcs[i] for i in share.replicated[place]))
 
-def write_file(
-    folder: Folder,
-    name: str,
-    parts: Sequence[tuple[KeyPath, Part]],
-    save_id: str,
-    threads: int = 1,
-    read: Callable[[int], None] = lambda _: None,
-) -> tuple[FileEntry, list[tuple[int, int, tuple[int, ...]]]]:
-    """A data file of `parts`, synced. Returns its entry and, for each part, (start, nbytes, checksums). `read`: called
-    with the number of each part, on any thread, when its memory is no longer used.
+        def each() -> Message:
+            return {"parts": [[*place, all_of(place)] for place in share.replicated]}
 
-    With a fast checksum library, checksums are computed block by block on the way to the file. Those of the standard
-    library are computed by `threads` in parallel with the writing: both release the interpreter lock, and the disk is
-    the bottleneck. A part on a device is copied to the host only for that time.
-    """
-    described = [_file_part(path, part) for path, part in parts]
-    order = file_order(described)
-    head = data_header([described[i] for i in order], save_id, name)
-    found, pending = dict[int, tuple[int, int, tuple[int, ...]]](), dict[int, Future[tuple[int, ...]]]()
-    with ChecksumThreads(0 if files.FAST else threads) as beside, folder.writing(name) as file:
-        file.write(memoryview(head))
-        for i in order:
-            start, data = file.nbytes, _bytes_of_part(parts[i][1])
-            if files.FAST:
-                found[i] = (start, len(data), file.write_summed(data, BLOCK_NBYTES))
-                read(i)
-            else:
-                found[i], pending[i] = (start, len(data), ()), beside.submit(data)
-                file.write(data)
-                pending[i].add_done_callback(lambda _, i=i: read(i))  # type: ignore[misc]
-        file.sync()
-        entry = FileEntry(name, file.nbytes, len(head), files.crc32(head))
-    for i, crcs in pending.items():
-        found[i] = (*found[i][:2], crcs.result())
-    return entry, [found[i] for i in range(len(parts))]
+        def choose(heard: Heard) -> Message:
+            kinds: dict[tuple[int, int], dict[int, list[int]]] = {}
+            for ranks, message in heard.groups:
+                for rule, part, digest in message["parts"]:
+                    kinds.setdefault((rule, part), {}).setdefault(digest, []).extend(ranks)
+            different = {place: list(by.values()) for place, by in kinds.items() if len(by) > 1}
+            return {"asked": [[*place, groups] for place, groups in list(different.items())[:_SHOWN]]}
+
+        asked = agree(self.messenger, self.what, each, choose)["asked"]
+
+        def tensors() -> Message:
+            said = []
+            for rule, part, groups in asked:
+                for group in groups:
+                    if self.messenger.rank == group[0]:
+                        indices = share.replicated[rule, part]
+                        found = [[*_named(share, i), _digest(self._crcs[i])] for i in indices]
+                        said.append([group, found])
+            return {"tensors": said}
+
+        def name(heard: Heard) -> Message:
+            digests: dict[tuple[str, str], dict[int, int]] = {}
+            for message in heard.messages:
+                for group, found in message["tensors"]:
+                    for key, box, digest in found:
+                        digests.setdefault((key, box), {}).update(dict.fromkeys(group, digest))
+            found = different_replicas(digests)
+            raise CheckpointMismatch(f"{self.what}: expected equal replicas, found", found, REMEDY)
+
+        agree(self.messenger, self.what, tensors, name)
 
 
-class ChecksumThreads:
-    """Threads that compute checksums until the `with` block ends.
+# Parts whose replicas differ, of which the tensors are named.
+_SHOWN = 8
 
-    Not an executor: those reject work at interpreter shutdown, when the last save may still be running.
-    """
+# ---- plans of earlier saves --------------------------------------------------------------------------------------
 
-    # The limit of waiting parts: for a tensor on a device each is a copy on the host.
-    _WAITING = 4
-
-    def __init__(self, threads: int) -> None:
-        self._given: queue.Queue[tuple[Future[tuple[int, ...]], memoryview] | None] = queue.Queue(self._WAITING)
-        self._threads = [
-            threading.Thread(target=self._compute, name="fullshard-checksums", daemon=True) for _ in range(threads)
-        ]
-
-    def submit(self, data: memoryview) -> Future[tuple[int, ...]]:
-        future: Future[tuple[int, ...]] = Future()
-        self._given.put((future, data))
-        return future
-
-    def _compute(self) -> None:
-        while (given := self._given.get()) is not None:
-            future, data = given
-            try:
-                future.set_result(files.of_blocks(data, BLOCK_NBYTES))
-            except Exception as error:
-                future.set_exception(error)
-
-    def __enter__(self) -> ChecksumThreads:
-        for thread in self._threads:
-            thread.start()
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        for _ in self._threads:
-            self._given.put(None)
-        for thread in self._threads:
-            thread.join()
+_plans: WeakKeyDictionary[Any, dict[int, dict[str, Plan]]] = WeakKeyDictionary()
+_plans_alone: dict[int, dict[str, Plan]] = {}
 
 
-def spare_cores(world: int) -> int:
-    """The number of threads for this rank that find a core when all ranks of the machine do the same: 1 to 4."""
-    local = os.environ.get("LOCAL_WORLD_SIZE", "")
-    ranks = int(local) if local.isdigit() and int(local) else world
-    return min(4, max(1, (os.cpu_count() or 1) // ranks))
+def plans_of(messenger: Messenger) -> dict[str, Plan]:
+    """The plans that this rank used with its process group, by the digest of what it declared."""
+    by_rank = _plans_alone if messenger.group is None else _plans.setdefault(messenger.group, {})
+    return by_rank.setdefault(messenger.rank, {})
 
 
-def _file_part(path: KeyPath, part: Part) -> FilePart:
-    assert part.box is not None
-    return FilePart(key_of(path), part.dtype, itemsize(part.dtype), part.shape, part.box)
+def keep_plan(messenger: Messenger, declared: Declaration, plan: Plan) -> None:
+    """Use `plan` again for what was `declared`."""
+    plans = plans_of(messenger)
+    plans.pop(declared.digest, None)
+    plans[declared.digest] = plan
+    while len(plans) > _KEPT:
+        del plans[next(iter(plans))]
+
+
+def _owned(parts: Sequence[tuple[KeyPath, Part]], members: Sequence[int]) -> list[Own]:
+    """`members`: the ranks of the group that saves, in the numbers of the default group."""
+    numbers = {rank: number for number, rank in enumerate(members)}
+    # With ranks in the numbers of the group. None: some of them are not in it.
+    known: dict[int, Rule | None] = {}
+    found = []
+    for path, part in parts:
+        rule = part.rule
+        if rule is not None and id(rule) not in known:
+            ranks = tuple(numbers.get(rank, -1) for rank in rule.ranks)
+            known[id(rule)] = rule if ranks == rule.ranks else Rule(rule.sizes, rule.cuts, ranks)
+            if -1 in ranks:
+                known[id(rule)] = None
+        mine = None if rule is None else known[id(rule)]
+        found.append(Own(path, part.dtype, part.shape, part.box, mine, part.around))
+    return found
+
+
+def _record(rank: int, volume: int, entry: FileEntry) -> bytes:
+    digest = bytes.fromhex(entry.digest)
+    return _RECORD.pack(rank, volume, entry.header_nbytes, entry.table_nbytes, entry.nbytes, digest)
+
+
+def _file_entry(record: tuple[Any, ...]) -> FileEntry:
+    rank, volume, header, table, nbytes, digest = record
+    return FileEntry(data_name(rank, volume), nbytes, header, table, digest.hex())
 
 
 def _bytes_of_part(part: Part) -> memoryview:
@@ -346,112 +375,28 @@ def _text_digest(value: Json) -> str:
     return hashlib.sha256(json.dumps(value).encode()).hexdigest()
 
 
+def _joined(crcs: Any) -> bytes:
+    """Checksums of several parts as bytes."""
+    return b"".join(_digest(each).to_bytes(4, "little") for each in crcs)
+
+
 def _digest(crcs: Sequence[int]) -> int:
     return files.crc32(b"".join(crc.to_bytes(4, "little") for crc in crcs))
 
 
-def different_replicas(digests: dict[tuple[str, Box], dict[int, int]]) -> list[str]:
-    """Parts whose holders have different bytes. `digests`: by part and rank."""
-    return [
-        f"{key}: {', '.join(f'rank {rank} has {digest:08x}' for rank, digest in sorted(by_rank.items()))} at {box}"
-        for (key, box), by_rank in sorted(digests.items())
-        if len(set(by_rank.values())) > 1
-    ]
+def _named(share: Share, index: int) -> tuple[str, str]:
+    place = share.place[index]
+    return place.key, str(place.box)
 
 
-# ---- one process, tensor by tensor ---------------------------------------------------------------------------
-
-
-class CheckpointWriter:
-    """Writes a checkpoint, one full tensor after another, and commits it if the `with` block ends without an error.
-
-    Tensors are announced first, because a file begins with its table of contents, and are written in that order.
-    `values`: by path. Raises the same errors as `save`.
-    """
-
-    def __init__(
-        self,
-        checkpoint_id: str | os.PathLike[str],
-        tensors: Sequence[TensorSpec],
-        values: Mapping[KeyPath, Any] | None = None,
-        *,
-        file_nbytes: int = _FILE_NBYTES,
-    ) -> None:
-        self._path = os.path.abspath(os.fspath(checkpoint_id))
-        self._specs = [TensorSpec(tuple(s.path), s.dtype, tuple(s.shape)) for s in tensors]
-        self._values = [ValueEntry(tuple(path), decode(encode(value))) for path, value in (values or {}).items()]
-        keys = Counter(key_of(path) for path, *_ in [*self._specs, *self._values])
-        twice = sorted(key for key, count in keys.items() if count > 1)
-        if twice:
-            raise CheckpointMismatch(f"saving {self._path}: expected each key once, found", twice)
-        self._groups = _grouped(self._specs, file_nbytes)
-        self._tensors: list[TensorEntry] = []
-        self._files: list[FileEntry] = []
-        self._file: WriteFile | None = None
-
-    def __enter__(self) -> CheckpointWriter:
-        self._saving = Saving.begin(self._path, uuid.uuid4().hex)
-        with Folder.open(self._path) as folder:
-            self._folder = folder.sub(self._saving.name)
-        return self
-
-    def write(self, key: str, tensor: Tensor) -> None:
-        """Write the next announced tensor, on any device; the caller may change it afterwards."""
-        if len(self._tensors) == len(self._specs):
-            raise ValueError(f"expected no more than the announced tensors, found {key}")
-        spec = self._specs[len(self._tensors)]
-        found = TensorSpec(spec.path, dtype_name(tensor.dtype), tuple(tensor.shape))
-        if key != spec.key or found != spec:
-            raise ValueError(
-                f"expected {spec.key} {spec.dtype} {spec.shape} next, found {key} {found.dtype} {found.shape}"
-            )
-        chunks: tuple[Chunk, ...] = ()
-        if tensor.numel():
-            with doing(f"writing {key} to {self._path}"):
-                chunks = (self._write(whole(spec.shape), bytes_of(on_host(tensor.detach()))),)
-        self._tensors.append(TensorEntry(*spec, chunks))
-
-    def _write(self, box: Box, data: memoryview) -> Chunk:
-        number = len(self._files)
-        name, group = f"data-{number:05d}.safetensors", self._groups[number]
-        if self._file is None:
-            parts = [FilePart(s.key, s.dtype, itemsize(s.dtype), s.shape, whole(s.shape)) for s in group]
-            self._head, self._left = data_header(parts, self._saving.save_id, name), len(group)
-            self._file = self._folder.writing(name)
-            self._file.write(memoryview(self._head))
-        file = self._file
-        chunk = Chunk(box, number, file.nbytes, len(data), file.write_summed(data, BLOCK_NBYTES))
-        self._left -= 1
-        if not self._left:
-            file.sync()
-            self._files.append(FileEntry(name, file.nbytes, len(self._head), files.crc32(self._head)))
-            file.close()
-            self._file = None
-        return chunk
-
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, _: TracebackType | None) -> None:
-        try:
-            if kind is None:
-                if left := [spec.key for spec in self._specs[len(self._tensors) :]]:
-                    raise CheckpointMismatch(f"saving {self._path}: expected all announced tensors, missing", left)
-                commit(self._saving, self._path, 1, self._tensors, self._values, self._files)
-        finally:
-            if self._file is not None:
-                self._file.close()
-            self._folder.close()
-            self._saving.end()
-
-
-def _grouped(specs: Sequence[TensorSpec], file_nbytes: int) -> list[list[TensorSpec]]:
-    """The tensors of each file, in order; tensors without elements are in no file."""
-    groups: list[list[TensorSpec]] = []
-    nbytes = file_nbytes
-    for spec in specs:
-        if not spec.nbytes:
-            continue
-        if nbytes + spec.nbytes > file_nbytes:
-            groups.append([])
-            nbytes = 0
-        groups[-1].append(spec)
-        nbytes += spec.nbytes
-    return groups
+def different_replicas(digests: dict[tuple[str, str], dict[int, int]]) -> list[str]:
+    """Parts whose holders have different bytes. `digests`: by key and box, and by rank."""
+    said = []
+    for (key, box), by_rank in sorted(digests.items()):
+        kinds: dict[int, list[int]] = {}
+        for rank, digest in sorted(by_rank.items()):
+            kinds.setdefault(digest, []).append(rank)
+        if len(kinds) > 1:
+            have = (f"{shown_ranks(r)} {'has' if len(r) == 1 else 'have'} {d:08x}" for d, r in kinds.items())
+            said.append(f"{key}: {', '.join(have)} at {box}")
+    return said

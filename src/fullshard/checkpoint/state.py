@@ -21,9 +21,11 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -36,6 +38,7 @@ from .companions import ModelState, is_companion
 from .errors import CheckpointMismatch
 from .manifest import encode
 from .plan import Box, Cut, KeyPath, key_of, local_box, matches, whole
+from .rules import Rule, rule_of
 
 # Name parts that wrappers insert: torch.compile, activation checkpointing, FSDP1.
 _WRAPPERS = re.compile(r"(?:(?<=\.)|^)(?:_checkpoint_wrapped_module|_orig_mod|_fsdp_wrapped_module)\.")
@@ -463,6 +466,8 @@ class Part(NamedTuple):
     # Of a tensor inside of another one (wrapped.py): the rows of that one to which it belongs, and its shape. `box` is
     # then at offset 0, and `shape` of no meaning.
     around: tuple[tuple[int, int], tuple[int, ...]] | None = None
+    # How a DTensor is cut, with ranks of the default group.
+    rule: Rule | None = None
 
     @property
     def nbytes(self) -> int:
@@ -487,6 +492,7 @@ class Place(NamedTuple):
     shape: tuple[int, ...]
     box: Box | None
     local: Tensor | None
+    rule: Rule | None = None
 
 
 def part_of(tensor: Tensor) -> Part | str:
@@ -494,7 +500,9 @@ def part_of(tensor: Tensor) -> Part | str:
     place = place_of(tensor)
     if isinstance(place, str):
         return place
-    return (place.local is not None and _unusual(place.local)) or Part(dtype_name(tensor.dtype), *place)
+    return (place.local is not None and _unusual(place.local)) or Part(
+        dtype_name(tensor.dtype), place.shape, place.box, place.local, rule=place.rule
+    )
 
 
 def place_of(tensor: Tensor) -> Place | str:
@@ -510,9 +518,9 @@ def place_of(tensor: Tensor) -> Place | str:
             return f"expected Shard and Replicate, found placements {tensor.placements}; redistribute it first"
         # Only a placement that splits after axes to its right has a `split_factor`.
         cuts.append(None if dim is None else Cut(dim % len(shape), getattr(placement, "split_factor", 1)))
-    coordinate = mesh.get_coordinate()
+    coordinate, rule = mesh.get_coordinate(), _rule_of(mesh, tuple(cuts))
     if coordinate is None:
-        return Place(shape, None, None)
+        return Place(shape, None, None, rule)
     local = settled(local_of(tensor)).detach()
     box = local_box(shape, tuple(mesh.shape), coordinate, cuts)
     if tuple(local.shape) != box.lengths:
@@ -520,7 +528,18 @@ def place_of(tensor: Tensor) -> Place | str:
             f"expected {box.lengths} of {shape} on this rank by placements {tensor.placements} on a mesh of "
             f"{tuple(mesh.shape)}, found a local tensor of {tuple(local.shape)}"
         )
-    return Place(shape, box, local)
+    return Place(shape, box, local, rule)
+
+
+# A model has thousands of tensors on one mesh, of thousands of ranks.
+_rules: WeakKeyDictionary[DeviceMesh, dict[tuple[Cut | None, ...], Rule]] = WeakKeyDictionary()
+
+
+def _rule_of(mesh: DeviceMesh, cuts: tuple[Cut | None, ...]) -> Rule:
+    known = _rules.setdefault(mesh, {})
+    if cuts not in known:
+        known[cuts] = rule_of(tuple(mesh.shape), mesh.mesh.flatten().tolist(), cuts)
+    return known[cuts]
 
 
 def _unusual(tensor: Tensor) -> str | None:

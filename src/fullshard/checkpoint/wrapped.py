@@ -101,7 +101,7 @@ def saved(path: KeyPath, tensor: Tensor, known: dict[type, Kinds | None]) -> Sav
     place = place_of(tensor)
     if isinstance(place, str):
         return place
-    shape, box, local = place
+    shape, box, local, _ = place
     if box is None or local is None:
         return Saved([(path, Part(dtype_name(tensor.dtype), shape, None, None))], None)
     if not local.numel():

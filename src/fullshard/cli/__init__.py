@@ -88,6 +88,8 @@ examples:
   fullshard checkpoint verify runs/x/checkpoints/step-100    read every byte, compare every checksum
   fullshard checkpoint list runs/x/checkpoints               step, size, layout, age, metrics, whole or not
   fullshard checkpoint prune runs/x/checkpoints --keep-last 2 --keep-every 1000
+  fullshard checkpoint show runs/x/step-100 model.norm.weight     one tensor: its values in numbers, and its parts
+  fullshard checkpoint upgrade runs/x/step-100               of an older version, in today's format
   fullshard checkpoint convert outputs/checkpoint/step-1000 ours      from torchtitan, Composer, DCP
   fullshard checkpoint convert Llama-3.2-1B ours --names-from hf --names-to fullshard
   fullshard checkpoint export runs/x/step-100 there --to hf  a folder that from_pretrained loads
@@ -105,12 +107,13 @@ def _add_checkpoint(commands: Any) -> None:
     """Add `checkpoint` and its subcommands to the parser of the command line."""
     top = commands.add_parser(
         "checkpoint",
-        help="inspect, verify, list, prune, convert and export checkpoints",
+        help="inspect, verify, list, prune, show, upgrade, convert and export checkpoints",
         description="Checkpoints of fullshard, DCP (torchtitan, Composer), Hugging Face and torch.save.",
         epilog=_CHECKPOINT_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    actions = top.add_subparsers(dest="action", required=True, metavar="{inspect,verify,list,prune,convert,export}")
+    names = "inspect,verify,list,prune,show,upgrade,convert,export"
+    actions = top.add_subparsers(dest="action", required=True, metavar=f"{{{names}}}")
 
     inspect = actions.add_parser("inspect", help="show the format and the contents of a checkpoint")
     _path(inspect)
@@ -118,6 +121,14 @@ def _add_checkpoint(commands: Any) -> None:
 
     verify = actions.add_parser("verify", help="read every byte and compare every checksum that exists")
     _path(verify)
+
+    show = actions.add_parser("show", help="show one tensor or value of a fullshard checkpoint, and where it is")
+    _path(show)
+    show.add_argument("name", metavar="NAME", help="its key, as `inspect --keys` lists it")
+
+    upgrade = actions.add_parser("upgrade", help="rewrite a fullshard checkpoint of an older version")
+    _path(upgrade)
+    upgrade.add_argument("target", nargs="?", type=Path, metavar="OUT", help="a new place (default: replace it)")
 
     into = actions.add_parser("convert", help="write a checkpoint of any format as a fullshard checkpoint")
     _from_to(into)
@@ -161,7 +172,9 @@ def _add_checkpoint(commands: Any) -> None:
     pruning.add_argument("--mode", choices=("min", "max"), default="min", help="which metric is best (default: min)")
     pruning.add_argument("--dry-run", action="store_true", help="only show what would be removed")
 
-    for action in (inspect, verify, listing, pruning, into, export):
+    for action in (show, upgrade):
+        action.set_defaults(allow_torch_save=False)
+    for action in (inspect, verify, listing, pruning, show, upgrade, into, export):
         action.add_argument("--json", action="store_true", help="one JSON object on stdout, and no progress bar")
     for action in (inspect, verify, into, export):
         action.add_argument(

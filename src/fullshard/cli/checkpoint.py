@@ -1,5 +1,5 @@
 """`fullshard checkpoint`: inspect checkpoints of any format, verify them, and convert between formats; list those of a
-folder, and remove old ones.
+folder, and remove old ones; show a tensor of our own, and rewrite those of older versions.
 
 Exit codes: 0 success; 1 damaged, or the operating system refused; 2 cannot run as requested: nothing is there, names do
 not fit, the target exists; 3 recognised but rejected: the text says what to do.
@@ -8,6 +8,7 @@ not fit, the target exists; 3 recognised but rejected: the text says what to do.
 from __future__ import annotations
 
 import argparse
+import difflib
 import json
 import math
 import sys
@@ -16,14 +17,20 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
-from fullshard.checkpoint import CheckpointInfo, formats, list_checkpoints, retain
+import torch
+from torch import Tensor
+
+from fullshard.checkpoint import CheckpointInfo, formats, inspect, list_checkpoints, open_checkpoint, retain
 from fullshard.checkpoint.adapters import FILE as ADAPTERS
 from fullshard.checkpoint.adapters import given
 from fullshard.checkpoint.companions import CONFIG, files_in
 from fullshard.checkpoint.errors import CheckpointDamaged, CheckpointError, CheckpointMismatch, CheckpointNotFound
 from fullshard.checkpoint.files import shown_progress
+from fullshard.checkpoint.manifest import SCHEMA, encode, kind_of
+from fullshard.checkpoint.upgrade import upgrade
 from fullshard.train.metrics import in_units
 
 EXIT_FAILED, EXIT_USAGE, EXIT_REFUSED = 1, 2, 3
@@ -32,9 +39,7 @@ EXIT_FAILED, EXIT_USAGE, EXIT_REFUSED = 1, 2, 3
 def run(arguments: argparse.Namespace) -> int:
     """Run the command and return the exit code. An error is a text on stderr, and with --json also one on stdout."""
     try:
-        actions = {"inspect": _inspect, "verify": _verify, "convert": _convert, "export": _convert}
-        actions |= {"list": _list, "prune": _prune}
-        actions[arguments.action](arguments)
+        _ACTIONS[arguments.action](arguments)
         return 0
     except BrokenPipeError:
         raise
@@ -115,8 +120,9 @@ def _summary(facts: dict[str, Any]) -> str:
 def _verify(arguments: argparse.Namespace) -> None:
     found = formats.detect(arguments.path)
     with formats.open_found(found, allow_torch_save=arguments.allow_torch_save) as source:
-        unknown = source.verify()
         facts = _facts(found, source)
+        with _progress(facts["nbytes"], quiet=arguments.json) as progress:
+            unknown = source.verify(progress)
     if arguments.json:
         print(json.dumps({"ok": True, **facts, "not_verified": unknown}))
         return
@@ -201,6 +207,98 @@ def _as_json(one: CheckpointInfo) -> dict[str, Any]:
     metrics = {name: value if math.isfinite(value) else None for name, value in one.metrics.items()}
     fields: dict[str, Any] = {**one._asdict(), "path": str(one.path), "metrics": metrics}
     return {**fields, "whole": one.whole}
+
+
+# ---- show, upgrade ---------------------------------------------------------------------------------------------
+
+# Parts that are listed without --json.
+_SHOWN_PARTS = 16
+
+
+def _ours(path: Path) -> Path:
+    found = formats.detect(path)
+    if found.kind != "fullshard":
+        raise CheckpointNotFound(f"{path}: expected a checkpoint of fullshard, found {found.says}; inspect reads it")
+    return found.path
+
+
+def _show(arguments: argparse.Namespace) -> None:
+    path, name = _ours(arguments.path), arguments.name
+    with open_checkpoint(path) as found:
+        manifest = found.manifest
+        if name in manifest.values:
+            value = manifest.values[name].value
+            kind = kind_of(value)
+            if arguments.json:
+                print(json.dumps({"ok": True, "key": name, "kind": kind, "value": encode(value)}))
+            else:
+                print(printable(f"{name}: {kind}, {value!r}"))
+            return
+        if name not in manifest.tensors:
+            near = difflib.get_close_matches(name, manifest.keys, 5, 0.3)
+            raise CheckpointMismatch(f"{path}: expected a key of the checkpoint, found {name}; near it", near)
+        entry = manifest.tensors[name]
+        numbers = Numbers()
+        for _, box in entry.parts():
+            numbers.add(found.read(entry, box))  # part by part: no more memory than the largest needs
+        parts = [{"box": str(box), "rank": rank, "file": file} for box, rank, file in found.where(name)]
+    facts = {"key": name, "dtype": entry.dtype, "shape": list(entry.shape), "nbytes": entry.nbytes}
+    if arguments.json:
+        print(json.dumps({"ok": True, **facts, "numbers": numbers.facts(), "parts": parts}))
+        return
+    lines = [f"{name}  {entry.dtype} {list(entry.shape)}, {in_units(entry.nbytes)}, {len(parts)} part(s)"]
+    lines.append("  " + ", ".join(f"{what} {value}" for what, value in numbers.facts().items()))
+    lines += [f"  {part['box']}  {part['file']}" for part in parts[:_SHOWN_PARTS]]
+    if len(parts) > _SHOWN_PARTS:
+        lines.append(f"  ... and {len(parts) - _SHOWN_PARTS} more (--json shows all)")
+    print(printable("\n".join(lines)))
+
+
+class Numbers:
+    """What the values of a tensor are, added up over its parts."""
+
+    def __init__(self) -> None:
+        self._count = self._zeros = self._odd = 0
+        self._sum = self._squares = 0.0
+        self._low, self._high = math.inf, -math.inf
+
+    def add(self, part: Tensor) -> None:
+        values = (part.abs() if part.is_complex() else part).to(torch.float64).flatten()
+        finite = values[values.isfinite()]
+        self._count += len(values)
+        self._odd += len(values) - len(finite)
+        self._zeros += int((values == 0).sum())
+        if len(finite):
+            self._sum += float(finite.sum())
+            self._squares += float(finite.square().sum())
+            self._low, self._high = min(self._low, float(finite.min())), max(self._high, float(finite.max()))
+
+    def facts(self) -> dict[str, Any]:
+        """Minimum, maximum, mean and standard deviation of what is finite, and counts; of complex numbers, those of
+        absolute values."""
+        finite = self._count - self._odd
+        found: dict[str, Any] = {"elements": self._count, "zeros": self._zeros, "not_finite": self._odd}
+        if finite:
+            mean = self._sum / finite
+            spread = math.sqrt(max(self._squares / finite - mean * mean, 0.0))
+            found |= {"min": _short(self._low), "max": _short(self._high), "mean": _short(mean), "std": _short(spread)}
+        return found
+
+
+def _short(value: float) -> float:
+    return float(f"{value:.6g}")
+
+
+def _upgrade(arguments: argparse.Namespace) -> None:
+    path, target = _ours(arguments.path), arguments.target
+    nbytes = inspect(path).nbytes
+    with _progress(nbytes, quiet=arguments.json) as progress:
+        changed = upgrade(path, target, progress=progress)
+    place = path if target is None else target
+    if arguments.json:
+        print(json.dumps({"ok": True, "path": str(place), "changed": changed, "nbytes": nbytes}))
+        return
+    print(printable(f"{place}: {f'{in_units(nbytes)} in' if changed else 'already in'} schema {SCHEMA}"))
 
 
 # ---- convert, export -------------------------------------------------------------------------------------------
@@ -311,3 +409,15 @@ def _progress(total_nbytes: int, *, quiet: bool) -> Iterator[Callable[[str, int]
         return
     with shown_progress(total_nbytes, "", lines=False) as advance:
         yield lambda key, nbytes: advance(nbytes)
+
+
+_ACTIONS: dict[str, Callable[[argparse.Namespace], None]] = {
+    "inspect": _inspect,
+    "verify": _verify,
+    "list": _list,
+    "prune": _prune,
+    "show": _show,
+    "upgrade": _upgrade,
+    "convert": _convert,
+    "export": _convert,
+}

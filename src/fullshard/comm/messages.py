@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import NamedTuple
 
@@ -28,12 +28,14 @@ from .group import Line, backend_name, message_device, with_op
 
 
 class Messenger(NamedTuple):
-    """One rank of `world`. Without a line it is alone and sends nothing."""
+    """One rank of `world`. Without a line it is alone and sends nothing. `members`: its ranks, in the numbers of the
+    default group."""
 
     line: Line | None
     rank: int
     world: int
     device: str
+    members: tuple[int, ...]
 
     @property
     def group(self) -> DataGroup | dist.ProcessGroup | None:
@@ -95,22 +97,32 @@ class Messenger(NamedTuple):
         finally:
             scope.watch.waiting.send_beside(-1)
 
-    def collect(self, text: bytes) -> list[bytes] | None:
-        """The texts of all ranks in rank order, on the first rank; None on the others."""
+    def fold(self, text: bytes, combine: Callable[[list[bytes]], bytes]) -> bytes | None:
+        """All texts as one, on the first rank; None on the others. Each rank combines its own text with those of the
+        ranks below it in a tree (`below`), in their order, and sends the result on: `combine` is associative.
+
+        No rank receives more than FAN_IN messages, whatever the world is, and the tree has a depth of log(world).
+        """
         if self.line is None or self.world == 1:
-            return [text]
+            return combine([text])
+        if self.line.data_group is not None:
+            found = self.line.send(_Fold(self.line, self.rank, self.world, text, combine).begin).wait()
+            return found if isinstance(found, bytes) else None
+        arrived = self._gathered(self.line, text)
+        return None if arrived is None else combine(arrived)
+
+    def _gathered(self, line: Line, text: bytes) -> list[bytes] | None:
+        """The texts of all ranks, on the first rank: for backends of tests, whose ranks do not send to one another."""
         length = torch.tensor([len(text)], dtype=torch.int64, device=self.device)
-        self.line.all_reduce(length, dist.ReduceOp.MAX).wait()
+        line.all_reduce(length, dist.ReduceOp.MAX).wait()
         longest = int(length)
-        if not longest:
-            return [b""] * self.world if self.rank == 0 else None
         padded = torch.zeros(longest + 8, dtype=torch.uint8, device=self.device)
         padded[:8] = _tensor(len(text).to_bytes(8, "little"))
         padded[8 : 8 + len(text)] = _tensor(text)
         options = GatherOptions()
         options.rootRank = 0
         arrived = [torch.empty_like(padded) for _ in range(self.world)] if self.rank == 0 else []
-        self.line.send("gather", [arrived] if self.rank == 0 else [], [padded], options).wait()
+        line.send("gather", [arrived] if self.rank == 0 else [], [padded], options).wait()
         return [_unpadded(one) for one in arrived] if self.rank == 0 else None
 
     def share(self, text: bytes | None) -> bytes:
@@ -128,9 +140,67 @@ class Messenger(NamedTuple):
         return _bytes(data)
 
 
+# How many ranks send to one; and the bytes of a message's first part, which has its length.
+FAN_IN = 16
+_FRAME_NBYTES = 256
+_FOLD_TAG = 0x66736868
+
+
+def below(rank: int, world: int) -> range:
+    """The ranks that send to `rank` in the tree.
+
+    >>> below(0, 20), below(1, 20)
+    (range(1, 17), range(17, 20))
+    """
+    return range(min(rank * FAN_IN + 1, world), min((rank + 1) * FAN_IN + 1, world))
+
+
+def above(rank: int) -> int:
+    """The rank to which `rank`, not the first one, sends."""
+    return (rank - 1) // FAN_IN
+
+
+class _Fold:
+    """One `Messenger.fold` over a line, of which it is one message."""
+
+    def __init__(self, line: Line, rank: int, world: int, text: bytes, combine: Callable[[list[bytes]], bytes]) -> None:
+        self._line, self._rank, self._world, self._text, self._combine = line, rank, world, text, combine
+
+    def begin(self) -> _Fold:
+        """Expect what arrives."""
+        group = self._line.process_group
+        self._frames = [torch.empty(_FRAME_NBYTES, dtype=torch.uint8) for _ in below(self._rank, self._world)]
+        self._works = [
+            group.recv([frame], rank, _FOLD_TAG)
+            for rank, frame in zip(below(self._rank, self._world), self._frames, strict=True)
+        ]
+        return self
+
+    def wait(self) -> bytes | None:
+        group, texts = self._line.process_group, [self._text]
+        for rank, frame, work in zip(below(self._rank, self._world), self._frames, self._works, strict=True):
+            work.wait()
+            head = _bytes(frame)
+            nbytes, text = int.from_bytes(head[:8], "little"), head[8:]
+            if nbytes > len(text):
+                rest = torch.empty(nbytes - len(text), dtype=torch.uint8)
+                group.recv([rest], rank, _FOLD_TAG).wait()
+                text += _bytes(rest)
+            texts.append(text[:nbytes])
+        made = self._combine(texts)
+        if self._rank == 0:
+            return made
+        room = _FRAME_NBYTES - 8
+        head = len(made).to_bytes(8, "little") + made[:room].ljust(room, b"\0")
+        for part in filter(None, (head, made[room:])):
+            group.send([_tensor(part)], above(self._rank), _FOLD_TAG).wait()
+        return None
+
+
 def alone() -> Messenger:
     """A messenger for this process alone."""
-    return Messenger(None, 0, 1, "cpu")
+    rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+    return Messenger(None, 0, 1, "cpu", (rank,))
 
 
 def messenger(process_group: dist.ProcessGroup | None, purpose: str = "checkpoint") -> Messenger:
@@ -142,16 +212,17 @@ def messenger(process_group: dist.ProcessGroup | None, purpose: str = "checkpoin
         process_group = dist.group.WORLD
         assert process_group is not None
     rank, world = process_group.rank(), process_group.size()
+    ranks = tuple(dist.get_process_group_ranks(process_group))
     backend = str(dist.get_backend_config(process_group))
     if world == 1 or not any(can_cut(part.rpartition(":")[2]) for part in backend.split(",")):
         # Test backends, whose groups have no sockets.
         device = message_device(backend, torch.device("cpu")) or "cpu"
-        return Messenger(Line(process_group), rank, world, device)
+        return Messenger(Line(process_group), rank, world, device, ranks)
     # One scope per process group, even for equal ranks; torch's group names are equal on all ranks.
-    scope = scope_of(dist.get_process_group_ranks(process_group), f"{purpose}s {process_group.group_name}")
+    scope = scope_of(ranks, f"{purpose}s {process_group.group_name}")
     assert scope is not None
     made = open_data_group(scope, process_group, torch.device("cpu"), "gloo", purpose)
-    return Messenger(Line(process_group, made), rank, world, "cpu")
+    return Messenger(Line(process_group, made), rank, world, "cpu", ranks)
 
 
 def _tensor(text: bytes) -> Tensor:

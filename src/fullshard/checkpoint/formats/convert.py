@@ -18,8 +18,9 @@ from ..companions import CONFIG, GENERATION, ROOM, TIED
 from ..errors import CheckpointError, CheckpointMismatch, CheckpointNotFound
 from ..manifest import encode
 from ..plan import KeyPath, TensorSpec, key_of
-from ..saving import CheckpointWriter, stored_part
+from ..saving import stored_part
 from ..state import flatten, nested
+from ..writing import CheckpointWriter
 from .adapter_checkpoints import AdapterSource, as_files
 from .adapters import write_adapters
 from .dcp import DcpSource, write_dcp

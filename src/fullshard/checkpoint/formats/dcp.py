@@ -246,7 +246,7 @@ class DcpSource(Source):
         archive = self._archive(key, self.index.values[key])
         return archive.plain(archive.tree())
 
-    def verify(self) -> list[str]:
+    def verify(self, progress: Callable[[str, int], object] | None = None) -> list[str]:
         """Check the checksums of every archive, and that every tensor matches the index."""
         archives = [
             (key, self._chunk(key, tensor.dtype, chunk)[0].has_checksums)

@@ -227,8 +227,8 @@ class Chosen(Source):
     def companions(self, model: str | None = None) -> dict[str, bytes]:
         return self.inner.companions(self._model if model is None else model)
 
-    def verify(self) -> list[str]:
-        return self.inner.verify()
+    def verify(self, progress: Callable[[str, int], object] | None = None) -> list[str]:
+        return self.inner.verify(progress)
 
     def close(self) -> None:
         self.inner.close()

@@ -24,7 +24,7 @@ from ...policy.arguments import (
     expect_module,
     expect_whole,
 )
-from ..agreement import Message, agree
+from ..agreement import Heard, Message, agree
 from ..errors import CheckpointMismatch, CheckpointNotFound
 from ..files import shown_progress
 from ..plan import matches
@@ -170,10 +170,11 @@ class _PretrainedJob:
         elif not stored and not allowed and not found.optional.intersection(names):
             problems.append(f"missing: {' = '.join(names)}")
 
-    def _refuse(self, messages: list[Message]) -> Message:
+    def _refuse(self, heard: Heard) -> Message:
         """On the first rank. Of a pipeline each rank has a part: unexpected is what none of them has a place for."""
-        files = [message["files"] for message in messages]
-        others = [rank for rank, one in enumerate(files) if one != files[0]]
+        messages = heard.messages
+        files = messages[0]["files"]
+        others = sorted(rank for ranks, one in heard.groups if one["files"] != files for rank in ranks)
         problems = dict.fromkeys(problem for message in messages for problem in message["problems"])
         if others:
             problems[f"files: rank(s) {', '.join(map(str, others[:8]))} have other files than rank 0"] = None

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from ...comm import alone, messenger, whole_of
 from ...policy.arguments import expect_flag
-from ..agreement import Message, agree
+from ..agreement import Heard, Message, agree
 from ..companions import adapted, files_of, tied_names
 from ..errors import CheckpointError, CheckpointMismatch
 from ..loading import LoadJob, LoadOptions, Rename, write
@@ -80,7 +80,7 @@ class _ImportJob(LoadJob):
 
     def _match_source(self, state_dict: dict[str, Any]) -> Message:
         source = self._source
-        tensors = {key: TensorEntry(*i, ()) for key, i in source.tensors.items()}
+        tensors = {key: TensorEntry(*i) for key, i in source.tensors.items()}
         readable, unreadable = {}, {}
         for key, path in source.values.items():
             value = None
@@ -214,9 +214,9 @@ def export_full(
         opened.append((state, source))
         return {"keys": keys, "alone": alone, "adapters": under is not None and not merge_adapters}
 
-    def decide(found: list[Message]) -> Message:
-        _same_keys(what, [one["keys"] for one in found])
-        return found[0]
+    def decide(heard: Heard) -> Message:
+        _same_keys(what, [(ranks[0], message["keys"]) for ranks, message in heard.groups])
+        return heard.messages[0]
 
     decided = agree(messages, what, check, decide)
     ((state, source),) = opened
@@ -240,10 +240,10 @@ def export_full(
     agree(messages, what, gather, lambda _: {})
 
 
-def _same_keys(what: str, keys: list[list[str]]) -> Message:
-    for rank, found in enumerate(keys):
-        if found != keys[0]:
-            odd = sorted(set(found) ^ set(keys[0])) or ["the same keys in another order"]
+def _same_keys(what: str, keys: list[tuple[int, list[str]]]) -> Message:
+    for rank, found in keys:
+        if found != keys[0][1]:
+            odd = sorted(set(found) ^ set(keys[0][1])) or ["the same keys in another order"]
             raise CheckpointMismatch(f"{what}: expected the same keys on all ranks, rank {rank} differs in", odd)
     return {}
 

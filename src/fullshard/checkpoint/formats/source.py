@@ -5,14 +5,14 @@ from __future__ import annotations
 
 import mmap
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
 import torch
 from torch import Tensor
 
-from ..api import open_checkpoint, verify
+from ..api import open_checkpoint
 from ..companions import ROOM, TIED, files_beside, owner_of, stored_files
 from ..errors import CheckpointDamaged, CheckpointError, CheckpointNotFound
 from ..plan import Box, KeyPath, TensorSpec, key_of, whole
@@ -55,9 +55,9 @@ class Source(ABC):
         """The keys of the innermost source in the order in which they are read when tensors are read in `order`."""
         return list(order)
 
-    def verify(self) -> list[str]:
+    def verify(self, progress: Callable[[str, int], object] | None = None) -> list[str]:
         """Read every byte that has a checksum. Returns one text for each thing that cannot be verified; none if
-        everything was compared.
+        everything was compared. `progress`: called with the name and the bytes of what was read, where that is known.
 
         Raises `CheckpointError` for damage. Here: reads every tensor, and reports that the format has no checksums.
         """
@@ -137,8 +137,8 @@ class OursSource(Source):
     def value(self, key: str) -> Any:
         return self._checkpoint.value(key)
 
-    def verify(self) -> list[str]:
-        verify(self.path)
+    def verify(self, progress: Callable[[str, int], object] | None = None) -> list[str]:
+        self._checkpoint.verify(progress)
         return []
 
     def close(self) -> None:
