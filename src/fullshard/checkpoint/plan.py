@@ -16,7 +16,13 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, TypeGuard
 
+from ..layout import Box as Box
+from ..layout import Cut as Cut
+from ..layout import cutting_order as cutting_order
 from ..layout import itemsize
+from ..layout import local_box as local_box
+from ..layout import overlap as overlap
+from ..layout import whole as whole
 
 # Under the key of a tensor around others (wrapped.py): what it is; where some of its rows are plain, those rows, and
 # which rows the others are.
@@ -61,92 +67,11 @@ class TensorSpec(NamedTuple):
         return math.prod(self.shape) * itemsize(self.dtype)
 
 
-class Box(NamedTuple):
-    """A part of a tensor, in elements; both tuples have an entry per dim, none for a 0-dim tensor."""
-
-    offsets: tuple[int, ...]
-    lengths: tuple[int, ...]
-
-    @property
-    def numel(self) -> int:
-        return math.prod(self.lengths)
-
-    def __str__(self) -> str:
-        """In Python's notation: `[0:2, 3:5]`."""
-        return f"[{', '.join(f'{o}:{o + n}' for o, n in zip(self.offsets, self.lengths, strict=True))}]"
-
-
 def are_sizes(value: Any) -> TypeGuard[list[int]]:
     """Whether `value`, read from a file, is a list or tuple of offsets or lengths."""
     return isinstance(value, list | tuple) and all(
         isinstance(n, int) and not isinstance(n, bool) and 0 <= n < 1 << 62 for n in value
     )
-
-
-def whole(shape: Sequence[int]) -> Box:
-    """All of a tensor of `shape`."""
-    return Box((0,) * len(shape), tuple(shape))
-
-
-def overlap(a: Box, b: Box) -> Box | None:
-    """The intersection, in coordinates of the whole tensor; None if it is empty.
-
-    >>> print(overlap(Box((0, 0), (2, 3)), Box((1, 1), (5, 5))))
-    [1:2, 1:3]
-    """
-    offsets = tuple(map(max, a.offsets, b.offsets))
-    stops = [min(p + n, q + m) for p, n, q, m in zip(*a, *b, strict=True)]
-    lengths = tuple(stop - start for start, stop in zip(offsets, stops, strict=True))
-    return Box(offsets, lengths) if all(n > 0 for n in lengths) else None
-
-
-class Cut(NamedTuple):
-    """The effect of one mesh axis on a tensor: it splits `dim`. `pieces`: the number of pieces that axes to its right
-    made of that dim before (torch's `_StridedShard`); 1 for a plain `Shard`."""
-
-    dim: int
-    pieces: int = 1
-
-
-def local_box(shape: Sequence[int], mesh: Sequence[int], coordinate: Sequence[int], cuts: Sequence[Cut | None]) -> Box:
-    """The part of the rank at `coordinate` of a mesh of sizes `mesh`, split like `torch.chunk`; an axis with None
-    replicates.
-
-    >>> local_box((5, 3), (4,), (2,), [Cut(0)])
-    Box(offsets=(4, 0), lengths=(1, 3))
-    >>> local_box((8,), (2, 2), (0, 1), [Cut(0, pieces=2), Cut(0)])  # the right axis cut first
-    Box(offsets=(4,), lengths=(2,))
-    """
-    offsets, lengths = [0] * len(shape), list(shape)
-    for axis in cutting_order(mesh, cuts):
-        cut = cuts[axis]
-        assert cut is not None
-        size = -(-lengths[cut.dim] // mesh[axis])
-        start = min(size * coordinate[axis], lengths[cut.dim])
-        offsets[cut.dim] += start
-        lengths[cut.dim] = min(size, lengths[cut.dim] - start)
-    return Box(tuple(offsets), tuple(lengths))
-
-
-def cutting_order(mesh: Sequence[int], cuts: Sequence[Cut | None]) -> list[int]:
-    """Axes in the order in which they split: from left to right, but one with `pieces` after those that made them."""
-    order: list[int] = []
-    for axis in reversed(range(len(cuts))):
-        cut = cuts[axis]
-        if cut is None:
-            continue
-        # Skip as many splits of the same dim as make up `pieces`; the others come later than this one.
-        place, made = 0, 1
-        while made < cut.pieces and place < len(order):
-            other = cuts[order[place]]
-            assert other is not None
-            if other.dim == cut.dim:
-                made *= mesh[order[place]]
-            place += 1
-        if made != cut.pieces:
-            raise ValueError(f"axis {axis} splits dim {cut.dim} after {cut.pieces} pieces, but the others make {made}")
-        order.insert(place, axis)
-    return order
 
 
 # ---- coverage --------------------------------------------------------------------------------------------------

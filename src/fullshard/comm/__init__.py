@@ -3,7 +3,8 @@
 `group` (process groups and their collectives), `gather` and `reduce` (how parameters and gradients travel), `choice`
 (which way gradients take), `reduction` (what the engine sees of them), `pool` (messages under way and their buffers),
 `comparison` (digests compared between ranks), `messages` (texts and small sums), `offload` (shards on the host),
-`data_group` (groups that can be cut when a peer fails).
+`data_group` (groups that can be cut when a peer fails),
+`exchange` (parts of tensors from one layout to another one).
 """
 
 from .choice import Nodes as Nodes
@@ -15,6 +16,13 @@ from .comparison import HostCopy as HostCopy
 from .data_group import DataGroup as DataGroup
 from .data_group import Sent as Sent
 from .data_group import communicators as communicators
+from .exchange import Exchange as Exchange
+from .exchange import OwnParts as OwnParts
+from .exchange import Ranks as Ranks
+from .exchange import gathered as gathered
+from .exchange import problems_of as problems_of
+from .exchange import ranks_of as ranks_of
+from .exchange import texts_of as texts_of
 from .gather import CastGather as CastGather
 from .gather import CustomBuffers as CustomBuffers
 from .gather import CustomGroup as CustomGroup

@@ -111,6 +111,18 @@ class Messenger(NamedTuple):
         arrived = self._gathered(self.line, text)
         return None if arrived is None else combine(arrived)
 
+    def collect(self, text: bytes) -> list[bytes] | None:
+        """The texts of all ranks in rank order, on the first rank; None on the others."""
+        joined = self.fold(self.rank.to_bytes(8, "little") + len(text).to_bytes(8, "little") + text, b"".join)
+        if joined is None:
+            return None
+        texts, at = dict[int, bytes](), 0
+        while at < len(joined):
+            rank, nbytes = (int.from_bytes(joined[at + i : at + i + 8], "little") for i in (0, 8))
+            texts[rank] = joined[at + 16 : at + 16 + nbytes]
+            at += 16 + nbytes
+        return [texts[rank] for rank in range(self.world)]
+
     def _gathered(self, line: Line, text: bytes) -> list[bytes] | None:
         """The texts of all ranks, on the first rank: for backends of tests, whose ranks do not send to one another."""
         length = torch.tensor([len(text)], dtype=torch.int64, device=self.device)
@@ -125,19 +137,28 @@ class Messenger(NamedTuple):
         line.send("gather", [arrived] if self.rank == 0 else [], [padded], options).wait()
         return [_unpadded(one) for one in arrived] if self.rank == 0 else None
 
-    def share(self, text: bytes | None) -> bytes:
-        """Broadcast the text of the first rank; the others pass None."""
+    def share(self, text: bytes | None, source: int = 0) -> bytes:
+        """Broadcast the text of the rank at `source` of the group, the first one; the others pass None."""
         if self.line is None or self.world == 1:
             assert text is not None
             return text
         length = torch.tensor([len(text or b"")], dtype=torch.int64, device=self.device)
-        self.line.broadcast(length, 0).wait()
+        self.line.broadcast(length, source).wait()
         data = torch.empty(int(length), dtype=torch.uint8, device=self.device)
         if text is not None:
             data.copy_(_tensor(text))
         if len(data):
-            self.line.broadcast(data, 0).wait()
+            self.line.broadcast(data, source).wait()
         return _bytes(data)
+
+    def largest(self, values: Sequence[int]) -> list[int]:
+        """The maximum of each of `values` over all ranks."""
+        if self.line is None or self.world == 1:
+            return list(values)
+        found = torch.tensor(values, dtype=torch.int64, device=self.device)
+        self.line.all_reduce(found, dist.ReduceOp.MAX).wait()
+        most: list[int] = found.tolist()
+        return most
 
 
 # How many ranks send to one; and the bytes of a message's first part, which has its length.

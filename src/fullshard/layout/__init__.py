@@ -1,10 +1,19 @@
 """Pure arithmetic of sharding: one parameter, one unit, and bytes.
 
-Standard library only, so it imports without torch. Files: `shard` (one parameter; bytes per element), `flat` (one unit
-and its gradient messages), `gather` (direct or packed gathers; what stays between forward and backward), `memory`
-(bytes of one unit), `budget` (what fits into a number of bytes).
+Standard library only, so it imports without torch. Files: `boxes` (parts of tensors), `names` and `routes` (what goes
+from one layout to another one), `shard` (one parameter; bytes per element), `flat` (one unit and its gradient
+messages), `gather` (direct or packed gathers; what stays between forward and backward), `memory` (bytes of one unit),
+`budget` (what fits into a number of bytes).
 """
 
+from .boxes import Box as Box
+from .boxes import Cut as Cut
+from .boxes import cutting_order as cutting_order
+from .boxes import local_box as local_box
+from .boxes import overlap as overlap
+from .boxes import positions as positions
+from .boxes import spans as spans
+from .boxes import whole as whole
 from .budget import Candidate as Candidate
 from .budget import choose_resident as choose_resident
 from .budget import leading_within as leading_within
@@ -26,6 +35,16 @@ from .gather import sends_in_pairs as sends_in_pairs
 from .memory import Term as Term
 from .memory import UnitMemory as UnitMemory
 from .memory import total as total
+from .names import Link as Link
+from .names import Names as Names
+from .names import rename as rename
+from .routes import Cutting as Cutting
+from .routes import Held as Held
+from .routes import Part as Part
+from .routes import Parts as Parts
+from .routes import Route as Route
+from .routes import TransferPlan as TransferPlan
+from .routes import spread as spread
 from .shard import Piece as Piece
 from .shard import ShardLayout as ShardLayout
 from .shard import contiguous_stride as contiguous_stride

@@ -3,7 +3,7 @@
 `sharded` (one parameter; gradients that are pending or kept for a rollback), `owner` (whose a parameter is),
 `group` (parameters that travel together), `placement` (meshes and DTensor specs), `swap` (module slots, and the memory
 of full parameters), `initial` (values and digests that ranks compare; memory that nobody has written yet), `extension`
-(tensors with their own all-gather).
+(tensors with their own all-gather), `held` (where the parts of any tensor are).
 """
 
 from .extension import ExtensionGroup as ExtensionGroup
@@ -14,6 +14,14 @@ from .extension import set_apart as set_apart
 from .group import DtypeChanged as DtypeChanged
 from .group import ParamGroup as ParamGroup
 from .group import SecondaryGroup as SecondaryGroup
+from .held import Layouts as Layouts
+from .held import Place as Place
+from .held import as_text as as_text
+from .held import dtype_named as dtype_named
+from .held import from_text as from_text
+from .held import held_by as held_by
+from .held import place_of as place_of
+from .held import places_of as places_of
 from .initial import are_poisoned as are_poisoned
 from .initial import are_written as are_written
 from .initial import can_digest as can_digest
