@@ -58,8 +58,10 @@ __all__ = [
     "step_in_backward",
     "step_on_shards",
     "sync_module_states",
+    "transfer",
     "uninstall",
     "unit_open",
+    "weights",
 ]
 
 

@@ -33,6 +33,8 @@ from .extras import check_invariants as check_invariants
 from .extras import grad_stats as grad_stats
 from .extras import replay as replay
 from .extras import step_in_backward as step_in_backward
+from .extras import transfer as transfer
+from .extras import weights as weights
 from .migrate.activations import checkpoint_activations as checkpoint_activations
 from .migrate.config import ShardingConfig as ShardingConfig
 from .migrate.prepare import Prepared as Prepared

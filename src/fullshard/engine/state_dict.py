@@ -6,7 +6,7 @@ dict alone then needs an extra all-gather, and the run hangs.)
 
 Loading keeps the parameter *objects*, also with `assign=True`, so existing optimizers and ties stay valid. A sharded
 parameter accepts a plain full tensor: each rank takes its part. A DTensor sharded along another dim of the same mesh is
-redistributed (a collective, like DTensor's own copy).
+redistributed (a collective, like DTensor's own copy), and one on another mesh goes from rank to rank (relayout.py).
 
 Every module that holds a parameter of the unit has the hooks, so the state dict of a submodule is correct, too.
 """
@@ -30,6 +30,7 @@ from ..param import Found, ShardedParam, Slot, can_digest, local_part, note_load
 from .names import dotted_name, first_few
 from .optimizer_steps import refuses_steps
 from .padding_rows import note_row_loaded
+from .relayout import relaid
 from .root import formed
 from .unit import Unit
 
@@ -218,6 +219,7 @@ class _ModuleHooks:
             if prefix + place.slot.name in state_dict:
                 note_row_loaded(place.param.owner)
         self._before = [(place.slot, place.slot.get()) for place in self._places]
+        apart: dict[str, tuple[DTensor, DTensor]] = {}
         for (slot, parameter), place in zip(self._before, self._places, strict=True):
             value = state_dict.get(prefix + slot.name)
             if not isinstance(parameter, DTensor) or not isinstance(value, Tensor) or value.shape != parameter.shape:
@@ -227,6 +229,14 @@ class _ModuleHooks:
             elif value.device_mesh == parameter.device_mesh and value.placements != parameter.placements:
                 # Sharded along another dim. DTensor's copy_ refuses some uneven shards; assign would not check at all.
                 state_dict[prefix + slot.name] = value.detach().redistribute(placements=parameter.placements)
+            elif value.device_mesh != parameter.device_mesh:
+                apart[prefix + slot.name] = value, parameter
+        if apart:
+            values = {name: value for name, (value, _) in apart.items()}
+            like = {name: parameter for name, (_, parameter) in apart.items()}
+            for name, moved in relaid(values, like, f"load_state_dict of {type(module).__name__}").items():
+                device = next(place.device for place in self._places if prefix + place.slot.name == name)
+                state_dict[name] = dtensor_like(moved, local_of(moved).to(device))
 
     def after_loading(self, *_: object) -> None:
         before, self._before = self._before, []

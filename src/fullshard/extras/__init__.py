@@ -1,6 +1,6 @@
 """Tools for the training loop on top of the engine's public surface and a few of its functions: micro-batches that fit,
 optimizer steps in backward, one decision on NaN and inf, figures of gradients, uneven numbers of batches, replay of a
-step.
+step, weights for others and transfers between layouts.
 """
 
 from ..agree import Drift as Drift
@@ -21,3 +21,10 @@ from .replay import ReplayError as ReplayError
 from .replay import replay as replay
 from .step_in_backward import StepInBackward as StepInBackward
 from .step_in_backward import step_in_backward as step_in_backward
+from .transfer import Transfer as Transfer
+from .transfer import TransferError as TransferError
+from .transfer import transfer as transfer
+from .weights import WeightInfo as WeightInfo
+from .weights import WeightPart as WeightPart
+from .weights import Weights as Weights
+from .weights import weights as weights

@@ -1,9 +1,9 @@
 """Pure arithmetic of sharding: one parameter, one unit, and bytes.
 
-Standard library only, so it imports without torch. Files: `boxes` (parts of tensors), `names` and `routes` (what goes
-from one layout to another one), `shard` (one parameter; bytes per element), `flat` (one unit and its gradient
-messages), `gather` (direct or packed gathers; what stays between forward and backward), `memory` (bytes of one unit),
-`budget` (what fits into a number of bytes).
+Standard library only, so it imports without torch. Files: `shard` (one parameter; bytes per element), `flat` (one unit
+and its gradient messages), `gather` (direct or packed gathers; what stays between forward and backward), `memory`
+(bytes of one unit), `budget` (what fits into a number of bytes), `boxes` (parts of tensors), `names` and `routes`
+(what goes from one layout to another one).
 """
 
 from .boxes import Box as Box
