@@ -53,6 +53,7 @@ API: dict[str, tuple[str, str, dict[str, tuple[str, ...]]]] = {
                 "clip_grad_norm_", "grad_stats", "step_on_shards", "rebind_optimizer", "step_in_backward",
             ),
             "Full parameters": ("full_params", "unit_open"),
+            "Averages": ("average",),
             "Hand over to an engine or another layout": ("weights", "transfer"),
             "Micro-batches and uneven data": ("MicroBatches", "joined"),
             "Failures and checks": (

@@ -32,6 +32,7 @@ __all__ = [
     "ShardingConfig",
     "UnshardHandle",
     "__version__",
+    "average",
     "check_gradients",
     "check_invariants",
     "checkpoint_activations",

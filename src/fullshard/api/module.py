@@ -410,10 +410,11 @@ class FSDPModule(_Sharded):
     def __deepcopy__(self, memo: object) -> NoReturn:
         raise AssertionError(
             f"FSDP does not support deepcopy: expected a module that is not sharded, found {type(self).__name__}, "
-            f"which holds process groups and one flat buffer. For an average (AveragedModel) or another copy that is "
-            f"trained or run: copy the model before fully_shard, then apply fully_shard to the modules of both. For "
-            f"its values: copy.deepcopy(model.state_dict()), which load_state_dict takes, of this model or of one that "
-            f"is built and sharded anew"
+            f"which holds process groups and one flat buffer. For an average (AveragedModel): "
+            f"fullshard.average(model, decay=0.999). For another copy that is trained or run: copy the model before "
+            f"fully_shard, then apply fully_shard to the modules of both. For its values: "
+            f"copy.deepcopy(model.state_dict()), which load_state_dict takes, of this model or of one that is built "
+            f"and sharded anew"
         )
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:

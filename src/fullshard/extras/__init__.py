@@ -1,11 +1,13 @@
 """Tools for the training loop on top of the engine's public surface and a few of its functions: micro-batches that fit,
 optimizer steps in backward, one decision on NaN and inf, figures of gradients, uneven numbers of batches, replay of a
-step, weights for others and transfers between layouts.
+step, averages of parameters, weights for others and transfers between layouts.
 """
 
 from ..agree import Drift as Drift
 from ..agree import Turn as Turn
 from ..api import Installation as Installation
+from .average import Average as Average
+from .average import average as average
 from .check_gradients import GradientCheck as GradientCheck
 from .check_gradients import NonFiniteError as NonFiniteError
 from .check_gradients import check_gradients as check_gradients
