@@ -18,10 +18,11 @@ from ..engine.root import module_units
 from ..layout import Box, Held, Link, Names, TransferPlan, itemsize, rename
 from ..layout.routes import ALIGNMENT
 from ..param import Layouts, as_text, dtype_named, from_text, held_by, local_data, places_of, poison
-from ..policy.arguments import expect, expect_group, expect_whole
+from ..policy.arguments import expect, expect_group, expect_optimizers, expect_whole
+from .transfer_state import Filled, State, described, planned, shown
 from .weights import named_state, overflows
 
-Side = nn.Module | Mapping[str, Any] | None
+Side = nn.Module | Mapping[str, Any] | tuple[nn.Module, Any] | None
 LIMIT_NBYTES = 256 << 20
 _HOST = torch.device("cpu")
 
@@ -54,13 +55,15 @@ def transfer(
 
     Every rank of `process_group` (default: all) calls this, and `run`, in the same order and outside of a step. A rank
     that holds no part of one side passes None for it.
-    source, target: a module (its parameters and persistent buffers), or a mapping of names to tensors, nested as state
-        dicts are. Tensors are plain or DTensors: sharded, replicated, on several axes, on any meshes of these ranks. A
-        plain tensor is whole on each rank that passes it, and the same on all of them. What the source has, the target
-        must have, and the other way round.
+    source, target: a module (its parameters and persistent buffers); `(module, optimizer)` on both sides, for the
+        optimizer's state and settings too; or a mapping of names to tensors, nested as state dicts are. Tensors are
+        plain or DTensors: sharded, replicated, on several axes, on any meshes of these ranks. A plain tensor is whole
+        on each rank that passes it, and the same on all of them. What the source has, the target must have, and the
+        other way round. An optimizer of the target needs no state yet; counts and settings that are no tensors are
+        those of this call, and a run after they changed is refused.
     names: from names of the source to those of the target: see `weights`.
     dtype: in which floating-point values travel; None: the narrower one of both ends. Values arrive in the target's
-        dtype.
+        dtype. The state of an optimizer keeps its own.
     limit_nbytes: of a message, rounded down to 16. A rank holds one message at a time besides its tensors. Two ranks
         exchange their bytes in as many messages as the limit asks for.
 
@@ -69,7 +72,11 @@ def transfer(
     """
     for argument, side in (("source", source), ("target", target)):
         fits = side is None or isinstance(side, (nn.Module, Mapping))
-        expect(argument, fits, "a module, a mapping of names to tensors, or None", side, "pass model or its state dict")
+        if isinstance(side, tuple):
+            fits = len(side) == 2 and isinstance(side[0], nn.Module)
+            expect_optimizers(argument, side[1] if fits else side)
+        wanted = "a module, (module, optimizer), a mapping of names to tensors, or None"
+        expect(argument, fits, wanted, side, "pass model or its state dict")
     fits = dtype is None or (isinstance(dtype, torch.dtype) and dtype.is_floating_point)
     expect("dtype", fits, "a floating-point dtype or None", dtype, "pass torch.bfloat16, for example")
     rules = names is None or callable(names) or isinstance(names, Mapping)
@@ -93,15 +100,18 @@ class Transfer:
     ) -> None:
         self._source, self._target = source, target
         ranks = ranks_of(process_group, _HOST)
-        here = tensors_of(source), tensors_of(target)
+        # Of the optimizers, what is not in the plan; and that of the source here, as the plan knows it.
+        self._state = State([], {}, {}, {}, [])
         with ranks.texts.together("transfer: descriptions"):
-            self._plan, problems, device = _planned(here, names, dtype, limit_nbytes, ranks)
+            self._plan, self._state, problems, device = _planned((source, target), names, dtype, limit_nbytes, ranks)
             # A mapping of names may differ between ranks, so each reports what it found.
             found = problems_of(ranks.texts, problems)
         if found:
-            shown = list(dict.fromkeys(one.partition(": ")[2] for one in found)) if _is_alike(found, ranks) else found
-            raise ValueError(f"transfer: expected a source that fits the target, found {'; '.join(shown[:12])}")
+            texts = list(dict.fromkeys(one.partition(": ")[2] for one in found)) if _is_alike(found, ranks) else found
+            texts = [shown(text) for text in texts]
+            raise ValueError(f"transfer: expected a source that fits the target, found {'; '.join(texts[:12])}")
         self._ranks = ranks_of(process_group, torch.device(device))
+        self._known = described(source).text()
 
     def plan(self) -> TransferPlan:
         """What travels: `print` it, or ask it for the `routes()` and what one rank `sends(rank)` and `receives(rank)`.
@@ -119,10 +129,11 @@ class Transfer:
         """
         texts = self._ranks.texts
         with texts.together("transfer: values and memory"):
-            exchange, buffer, problems = self._prepared()
+            exchange, buffer, filled, problems = self._prepared()
             found = problems_of(texts, problems)
             (most,) = texts.largest([0 if exchange is None else exchange.most_messages])
-        if found or exchange is None or buffer is None:
+        if found or exchange is None or buffer is None or filled is None:
+            found = [shown(text) for text in found]
             raise TransferError(
                 f"transfer: expected values and memory that allow it, found {'; '.join(found[:8])}; the target is "
                 f"unchanged",
@@ -134,20 +145,26 @@ class Transfer:
                 # Whoever is through here knows that all are.
                 texts.largest([0])
         except BaseException as error:
-            lost = self._lose()
+            lost = self._lose(filled)
             error.add_note(
                 f"transfer: {lost} tensor(s) of the target on this rank are lost: load or transfer them again"
             )
             raise
+        filled.commit()
         with suppress(ValueError):  # nothing is sharded by fully_shard
             mark_restored(list(tensors_of(self._target).values()))
 
-    def _prepared(self) -> tuple[Exchange | None, Tensor | None, list[str]]:
+    def _prepared(self) -> tuple[Exchange | None, Tensor | None, Filled | None, list[str]]:
         problems = []
         try:
-            if isinstance(self._target, nn.Module):
-                _settle(self._target)
-            source, target = tensors_of(self._source), tensors_of(self._target)
+            if (model := _model_of(self._target)) is not None:
+                _settle(model)
+            filled = Filled(self._target, self._state)
+            state = described(self._source)
+            if state.text() != self._known:
+                raise RuntimeError("the optimizer's state or settings changed since; make the transfer anew")
+            source = tensors_of(self._source) | state.tensors
+            target = tensors_of(self._target) | filled.tensors
             problems += [f"{name}: no memory" for name, tensor in source.items() if _is_missing(tensor)]
             problems += [f"{name}: no memory" for name, tensor in target.items() if _is_missing(tensor)]
             problems += self._overflows(source)
@@ -159,8 +176,8 @@ class Transfer:
             )
             buffer = exchange.buffer()
         except (RuntimeError, MemoryError) as error:  # torch.OutOfMemoryError is a RuntimeError
-            return None, None, [*problems, f"{type(error).__name__}: {error}"]
-        return exchange, buffer, problems
+            return None, None, None, [*problems, f"{type(error).__name__}: {error}"]
+        return exchange, buffer, filled, problems
 
     def _overflows(self, source: Mapping[str, Tensor]) -> list[str]:
         found = []
@@ -174,22 +191,31 @@ class Transfer:
                     break
         return found
 
-    def _lose(self) -> int:
+    def _lose(self, filled: Filled) -> int:
         target = tensors_of(self._target)
-        if isinstance(self._target, nn.Module):
-            forget_values(self._target, target.values())
+        for tensor in filled.tensors.values():
+            poison(tensor)
+        if (model := _model_of(self._target)) is not None:
+            forget_values(model, target.values())
         else:
             for tensor in target.values():
                 poison(tensor)
-        return len(target)
+        return len(target) + len(filled.tensors)
+
+
+def _model_of(side: Side) -> nn.Module | None:
+    side = side[0] if isinstance(side, tuple) else side
+    return side if isinstance(side, nn.Module) else None
 
 
 def tensors_of(side: Side, prefix: str = "") -> dict[str, Tensor]:
     """The tensors of one side by name; of nested mappings by the names with dots between them."""
     if side is None:
         return {}
-    if isinstance(side, nn.Module):
-        return named_state(side)
+    model = _model_of(side)
+    if model is not None:
+        return named_state(model)
+    assert isinstance(side, Mapping)
     found: dict[str, Tensor] = {}
     for name, value in side.items():
         if isinstance(value, Tensor):
@@ -232,37 +258,55 @@ def _side(tensors: Mapping[str, Tensor], held: Mapping[str, Held], rank: int) ->
 
 
 def _planned(
-    here: tuple[dict[str, Tensor], dict[str, Tensor]],
+    both: tuple[Side, Side],
     names: Names,
     dtype: torch.dtype | None,
     limit_nbytes: int,
     ranks: Ranks,
-) -> tuple[TransferPlan, list[str], str]:
+) -> tuple[TransferPlan, State, list[str], str]:
     """The plan, what does not fit, and the device of the messages. Collective: it shares what each rank holds."""
+    here = tensors_of(both[0]), tensors_of(both[1])
     (source, wrong), (target, wrong_too) = places_of(here[0]), places_of(here[1])
-    problems = wrong + wrong_too
+    states = described(both[0]), described(both[1])
+    state, wrong_state = places_of(states[0].tensors)
+    problems = [*wrong, *wrong_too, *wrong_state]
     kind = None if dtype is None else str(dtype).removeprefix("torch.")
-    mine = json.dumps([as_text(source), as_text(target), _device_of(here), limit_nbytes, kind])
+    try:
+        texts = [states[0].text(), states[1].text()]
+    except TypeError as error:
+        problems.append(f"an optimizer's settings or state: {error}")
+        texts = [_NOTHING, _NOTHING]
+    mine = json.dumps([as_text(source), as_text(target), as_text(state), *texts, _device_of(here), limit_nbytes, kind])
     given = [
         (json.loads(text), [ranks.members[number] for number in numbers] if ranks.texts.world > 1 else [ranks.rank])
         for text, numbers in texts_of(ranks.texts, mine)
     ]
-    if len({(limit, travels) for (_, _, _, limit, travels), _ in given}) > 1:
+    if len({(limit, travels) for (*_, limit, travels), _ in given}) > 1:
         problems.append("limit_nbytes or dtype: other values on other ranks")
-    devices = sorted({device for (_, _, device, _, _), _ in given if device})
+    devices = sorted({device for (*_, device, _, _), _ in given if device})
     device = next((one for one in devices if one != "cpu"), "cpu")
     layouts = Layouts()
     sides = list[dict[str, Held]]()
-    for side in range(2):
-        held = held_by([(from_text(texts[side]), where) for texts, where in given], layouts)
+    for side in range(3):
+        held = held_by([(from_text(told[side]), where) for told, where in given], layouts)
         if isinstance(held, list):
             problems += held
         sides.append({} if isinstance(held, list) else held)
-    sources, targets = sides
+    sources, targets, held_state = sides
     links: list[Link] = []
+    moved = State([], {}, {}, {}, [])
     if not problems:
         links, problems = _linked(names, sources, targets)
-    return TransferPlan(links, sources, targets, ranks.members, limit_nbytes, kind), problems, device
+    if not problems:
+        optimizers = [json.loads(told[3]) for told, _ in given], [(json.loads(told[4]), where) for told, where in given]
+        moved = planned(names, sources, targets, held_state, optimizers)
+        problems = moved.problems
+    links, sources, targets = [*links, *moved.links], sources | held_state, targets | moved.targets
+    exact = frozenset(held_state)
+    return TransferPlan(links, sources, targets, ranks.members, limit_nbytes, kind, exact), moved, problems, device
+
+
+_NOTHING = json.dumps([{}, [], [], []])
 
 
 def _linked(names: Names, sources: Mapping[str, Held], targets: Mapping[str, Held]) -> tuple[list[Link], list[str]]:

@@ -135,10 +135,12 @@ class TransferPlan:
         ranks: Sequence[int],
         limit_nbytes: int,
         dtype: str | None = None,
+        exact: frozenset[str] = frozenset(),
     ) -> None:
+        """`dtype`: in which floating-point elements travel, but for the sources in `exact`."""
         self.links, self.sources, self.targets = tuple(links), sources, targets
         self.ranks, self.limit_nbytes = tuple(ranks), limit_nbytes
-        self._dtype = dtype
+        self._dtype, self._exact = dtype, exact
         # By layouts and geometry: which parts of the source have something for which parts of the target.
         self._known: dict[tuple[object, ...], _Common] = {}
         self._of_rank: dict[int, tuple[dict[int, Route], dict[int, Route], list[RoutePiece]]] = {}
@@ -158,7 +160,7 @@ class TransferPlan:
     def wire_dtype(self, link: Link) -> str:
         """The dtype in which a link's elements travel: the narrower one of both ends, or the caller's."""
         source, target = self.sources[link.source].dtype, self.targets[link.target].dtype
-        if self._dtype is not None and _is_float(source):
+        if self._dtype is not None and _is_float(source) and link.source not in self._exact:
             return self._dtype
         return target if itemsize(target) < itemsize(source) else source
 

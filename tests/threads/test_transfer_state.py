@@ -1,0 +1,145 @@
+"""`transfer` of a model with its optimizer: training continues in the other layout as it would have."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from fullshard import fully_shard, transfer
+from fullshard.extras import TransferError
+from tests.harness import mailbox
+from tests.harness.models import seeded
+from tests.harness.threads import run_ranks
+
+
+@pytest.fixture(autouse=True)
+def _pairs() -> Iterator[None]:
+    with mailbox.pairs():
+        yield
+
+
+def make() -> nn.Module:
+    return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))
+
+
+def whole(tensor: Any) -> Any:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def step(model: nn.Module, optimizer: Any, number: int) -> None:
+    """The same gradients on all ranks and in all layouts, so that bits do not depend on sums over ranks."""
+    model(torch.randn(4, 5, generator=torch.Generator().manual_seed(number))).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def found(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    values = {name: whole(tensor) for name, tensor in model.state_dict().items()}
+    for name, parameter in model.named_parameters():
+        values |= {f"{name}.{key}": whole(value) for key, value in optimizer.state[parameter].items()}
+    return values
+
+
+OPTIMIZERS: list[Callable[[Any], torch.optim.Optimizer]] = [
+    lambda parameters: torch.optim.AdamW(parameters, lr=0.1, betas=(0.8, 0.9), amsgrad=True),
+    lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+    lambda parameters: torch.optim.Adagrad(parameters, lr=0.1),
+]
+
+
+@pytest.mark.parametrize("build", OPTIMIZERS)
+@pytest.mark.parametrize("to", ["fsdp 2", "hsdp", "none", "more"])
+@pytest.mark.quick(3)
+def test_a_run_changes_its_layout(build: Callable[[Any], torch.optim.Optimizer], to: str) -> None:
+    world = 4
+
+    def rank_main(rank: int) -> dict[str, Any] | None:
+        source: Any = seeded(make)
+        few = DeviceMesh("cpu", [0, 1])
+        everyone = DeviceMesh("cpu", list(range(world)))
+        there = everyone if to != "more" else few
+        if rank in there.mesh:
+            fully_shard(source[0], mesh=there)
+            fully_shard(source, mesh=there)
+            optimizer = build(source.parameters())
+            for number in range(3):
+                step(source, optimizer, number)
+            optimizer.param_groups[0]["lr"] = 0.05  # by a schedule
+        here = (rank < 2, few) if to in ("fsdp 2", "none") else (True, everyone)
+        target: Any = None
+        if here[0]:
+            target = seeded(make, seed=1)
+        if to == "hsdp":
+            mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+        else:
+            mesh = here[1]
+        if target is not None and to != "none":
+            fully_shard(target, mesh=mesh)
+        other = None if target is None else build(target.parameters())
+        move = transfer(
+            (source, optimizer) if rank in there.mesh else None,
+            None if target is None else (target, other),
+            limit_nbytes=64,
+        )
+        assert " of the optimizer" not in str(move.plan())
+        move.run()
+        if target is None:
+            return None
+        assert other is not None and other.param_groups[0]["lr"] == 0.05
+        assert type(other.param_groups[0].get("betas", ())) is tuple
+        for number in range(3, 5):
+            step(target, other, number)
+        return found(target, other)
+
+    plain: Any = seeded(make)
+    optimizer = build(plain.parameters())
+    for number in range(5):
+        if number == 3:
+            optimizer.param_groups[0]["lr"] = 0.05
+        step(plain, optimizer, number)
+    expected = found(plain, optimizer)
+    for one in run_ranks(world, rank_main):
+        if one is not None:
+            assert one.keys() == expected.keys()
+            for name, value in expected.items():
+                assert isinstance(value, Tensor)
+                # Means of 2 or 4 equal gradients are exact.
+                assert torch.equal(one[name], value), name
+
+
+def test_fused_and_renamed_state_and_what_is_refused() -> None:
+    def rank_main(rank: int) -> None:
+        source = nn.ModuleDict({"q": nn.Linear(3, 4, bias=False), "k": nn.Linear(3, 2, bias=False)})
+        target: Any = nn.ModuleDict({"qk": nn.Linear(3, 6, bias=False)})
+        fully_shard(target["qk"])
+        optimizer = torch.optim.AdamW(source.parameters(), lr=0.1)
+        other = torch.optim.AdamW(target.parameters(), lr=0.2)
+        for parameter in source.parameters():
+            parameter.grad = torch.full_like(parameter, float(parameter.shape[0]))
+        optimizer.step()
+        names: Any = {("q.weight", "k.weight"): "qk.weight"}
+        move = transfer((source, optimizer), (target, other), names=names, dtype=torch.bfloat16)
+        move.run()
+        state = other.state[target["qk"].weight]
+        expected = torch.cat([optimizer.state[p]["exp_avg"] for p in source.parameters()])
+        assert torch.equal(state["exp_avg"].full_tensor(), expected) and float(state["step"]) == 1.0
+        assert state["exp_avg"].placements == target["qk"].weight.placements
+        # The settings of a transfer are those when it was made.
+        optimizer.param_groups[0]["lr"] = 0.3
+        with pytest.raises(
+            TransferError, match="the optimizer's state or settings changed since; make the transfer anew"
+        ):
+            move.run()
+        with pytest.raises(ValueError, match="an optimizer on one side alone"):
+            transfer((source, optimizer), target, names=names)
+        few = torch.optim.AdamW([source["q"].weight], lr=0.1)
+        with pytest.raises(ValueError, match="k.weight: needed beside q.weight, and not there|not in the source's"):
+            transfer((source, few), (target, other), names=names)
+
+    run_ranks(2, rank_main)
