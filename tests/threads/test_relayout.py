@@ -45,6 +45,7 @@ def _model(layout: str, seed: int) -> Any:
     ("of", "to"),
     [("fsdp", "hsdp"), ("hsdp", "fsdp"), ("hsdp across", "fsdp"), ("hsdp", "hsdp across")],
 )
+@pytest.mark.quick(3)
 def test_a_state_dict_of_another_layout_loads(of: str, to: str, assign: bool) -> None:
     def rank_main(rank: int) -> None:
         source, target = _model(of, 0), _model(to, 1)
@@ -89,6 +90,7 @@ def test_training_continues_from_it() -> None:
         return found
 
     for one, other in run_ranks(4, rank_main):
+        # Sums of four ranks in another order: 2 eps for each of two steps.
         assert_same_training(one, other, 4.0)
 
 
