@@ -38,6 +38,7 @@ from ..param import (
     written_before,
 )
 from ..peers import RanksDisagree, Scope, ask, scope_of, shown_ranks, tell, variants
+from ..policy.casting import shown_cast_inputs
 from ..schedule import UnitRecord
 from .equal_rows import warn_of_equal_rows
 from .facts import PARAMETER, SETTINGS, UNIT, Item, dumps_items, first_difference, loads_items
@@ -130,8 +131,9 @@ def _unit_facts(unit: Unit, known: Sequence[Unit]) -> dict[str, str]:
         "reshard_after_forward": str(reshard),
         "mp_policy": ", ".join(
             f"{field}={_dtype_text(getattr(policy, field))}"
-            for field in ("param_dtype", "reduce_dtype", "output_dtype", "cast_forward_inputs")
-        ),
+            for field in ("param_dtype", "reduce_dtype", "output_dtype")
+        )
+        + f", cast_forward_inputs={shown_cast_inputs(policy.cast_forward_inputs)}",
         "offload_policy": "CPUOffloadPolicy" if unit.host_link is not None else "none",
         "prefetch_nbytes": str(unit.settings.prefetch_nbytes),
         "gradient_nbytes": str(unit.settings.gradient_nbytes),

@@ -25,6 +25,7 @@ from ..engine.names import first_few
 from ..param import Found, check_extension, has_extension
 from ..policy import MixedPrecisionPolicy, resolve_offload
 from ..policy.arguments import expect_callable, expect_each, expect_flag, expect_known_fields
+from ..policy.casting import check_cast_inputs
 from . import ownership
 
 _log = logging.getLogger(__name__)
@@ -146,7 +147,7 @@ def check_policies(mp_policy: Any, offload_policy: Any, shard_placement_fn: Any,
         dtype = getattr(mp_policy, field)
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
             raise ValueError(f"mp_policy.{field}: expected a floating-point torch.dtype or None, found {dtype!r}")
-    expect_flag("mp_policy.cast_forward_inputs", mp_policy.cast_forward_inputs)
+    check_cast_inputs("mp_policy.cast_forward_inputs", mp_policy.cast_forward_inputs)
     override = getattr(mp_policy, "param_dtype_override_fn", None)
     expect_callable("mp_policy.param_dtype_override_fn", override, "a function of a parameter", or_none=True)
     expect_known_fields("mp_policy", mp_policy, _POLICY)

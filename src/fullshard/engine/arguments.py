@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from .._torch.autograd import version_of
+from ..policy.casting import Chosen, argument_names
 
 _MAX_DEPTH = 64
 
@@ -185,7 +186,19 @@ class Arguments:
     caller's, and are not changed before `carry_back`.
     """
 
-    __slots__ = ("_cast", "_copies", "_device", "_dtype", "_made", "_moved", "args", "given", "kwargs")
+    __slots__ = (
+        "_cast",
+        "_chosen",
+        "_copies",
+        "_device",
+        "_dtype",
+        "_made",
+        "_moved",
+        "_name_now",
+        "args",
+        "given",
+        "kwargs",
+    )
 
     def __init__(
         self,
@@ -193,33 +206,55 @@ class Arguments:
         kwargs: dict[str, Any],
         device: torch.device | None,
         dtype: torch.dtype | None,
+        chosen: Chosen | None = None,
+        call: Callable[..., Any] | None = None,
     ) -> None:
-        self._device, self._dtype = device, dtype
+        """`chosen`: which tensors are cast, by the names of the arguments of `call`; None: all."""
+        self._device, self._dtype, self._chosen, self._name_now = device, dtype, chosen, ""
         self.given = args, kwargs
         # Tensors in another dtype, as given and as handed over, with the version before the forward.
         self._cast: list[tuple[Tensor, Tensor, int]] = []
         # Tensors on another device, likewise. An edit of such a copy stays there, as in FSDP2.
         self._moved: list[tuple[Tensor, Tensor]] = []
         # By the identity of what was given, which the caller keeps alive: one that is met twice is converted once.
-        self._made: dict[int, Tensor] = {}
+        self._made: dict[tuple[int, bool], Tensor] = {}
         copies = self._copies = _Copies()
         convert = self._convert
+        if chosen is not None:
+            self.args, self.kwargs = self._by_name(args, kwargs, call)
+            return
         self.args = tuple([map_tensors(convert, item, 1, copies) for item in args])
         self.kwargs = {name: map_tensors(convert, item, 1, copies) for name, item in kwargs.items()} if kwargs else {}
+
+    def _by_name(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], call: Callable[..., Any] | None
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        positional = [] if call is None else argument_names(call, len(args))
+        made = []
+        for name, item in zip(positional or map(str, range(len(args))), args, strict=True):
+            self._name_now = name
+            made.append(map_tensors(self._convert, item, 1, self._copies))
+        named = {}
+        for name, item in kwargs.items():
+            self._name_now = name
+            named[name] = map_tensors(self._convert, item, 1, self._copies)
+        return tuple(made), named
 
     def _convert(self, tensor: Tensor) -> Tensor:
         device, dtype = self._device, self._dtype
         moves = device is not None and tensor.device != device
         casts = dtype is not None and tensor.dtype is not dtype and tensor.is_floating_point()
+        if casts and self._chosen is not None:
+            casts = self._chosen(self._name_now, tensor)
         if not (moves or casts):
             return tensor
-        known = self._made.get(id(tensor))
+        known = self._made.get((id(tensor), casts))
         if known is not None:
             return known
         made = tensor.to(device, non_blocking=True) if moves else tensor
         if not casts:
             self._moved.append((tensor, made))
-            self._made[id(tensor)] = made
+            self._made[id(tensor), casts] = made
             return made
         if torch.is_inference_mode_enabled():
             # Tensors made in inference mode do not count their edits.
@@ -227,7 +262,7 @@ class Arguments:
                 made = made.to(dtype)
         else:
             made = made.to(dtype)
-        self._made[id(tensor)] = made
+        self._made[id(tensor), casts] = made
         self._cast.append((tensor, made, version_of(made)))
         return made
 

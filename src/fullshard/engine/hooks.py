@@ -25,6 +25,7 @@ from torch.utils.hooks import RemovableHandle
 
 from .._torch import current_backward, saved_tensor_hooks_allowed
 from .._torch.modules import call, outside_graphs, runs_last
+from ..policy.casting import chosen
 from ..schedule import Use
 from .arguments import Arguments, cast_outputs, tensors_requiring_grad
 from .backward import State, refuse_writes, state_before
@@ -89,7 +90,7 @@ class UnitHooks:
     def call(self, module: nn.Module, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run `method(*args, **kwargs)` of `module` like its forward."""
         # Not in `outside_graphs`: the method itself may be compiled.
-        args, kwargs = self._before(module, args, kwargs, method=True)
+        args, kwargs = self._before(module, args, kwargs, method=True, call=method)
         try:
             output = method(*args, **kwargs)
         except BaseException:
@@ -131,7 +132,13 @@ class UnitHooks:
         return bool(self._running)
 
     def _forward_begins(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, method: bool = False
+        self,
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        method: bool = False,
+        call: Callable[..., Any] | None = None,
     ) -> Any:
         unit = self._unit
         root = formed(unit)
@@ -150,7 +157,8 @@ class UnitHooks:
         device = unit.device if unit.record.index == 0 and unit.device.type != "cpu" else None
         arguments = None
         if dtype is not None or device is not None:
-            arguments = Arguments(args, kwargs, device, dtype)
+            accepts = None if dtype is None else chosen(policy.cast_forward_inputs)
+            arguments = Arguments(args, kwargs, device, dtype, accepts, call or module.forward)
             args, kwargs = arguments.args, arguments.kwargs
             # Recomputation writes what the original forward wrote.
             if current_backward() != -1 or not arguments.has_copies:

@@ -192,12 +192,12 @@ class Filled:
 
     def __init__(self, side: Any, state: State) -> None:
         self._state, self._optimizers = state, optimizers_of(side)
-        self._parameters = parameters_of(side[0], self._optimizers) if self._optimizers else {}
+        self._known = parameters_of(side[0], self._optimizers) if self._optimizers else {}
         # By `key_of`: this rank's tensors, to be written.
         self.tensors: dict[str, Tensor] = {}
         for key, held in state.targets.items():
             name, _, entry = key.partition(_MARK)
-            parameter = self._parameters.get(name)
+            parameter = self._known.get(name)
             if parameter is not None:
                 self.tensors[key] = self._tensor(parameter, held, self._owner(parameter).state[parameter].get(entry))
 
@@ -221,12 +221,12 @@ class Filled:
         """Everything has arrived: the optimizers have it."""
         for key, tensor in self.tensors.items():
             name, _, entry = key.partition(_MARK)
-            parameter = self._parameters[name]
+            parameter = self._known[name]
             self._owner(parameter).state[parameter][entry] = tensor
         for name, entries in self._state.values.items():
-            if name in self._parameters:
-                self._owner(self._parameters[name]).state[self._parameters[name]].update(entries)
-        name_of = {id(parameter): name for name, parameter in self._parameters.items()}
+            if name in self._known:
+                self._owner(self._known[name]).state[self._known[name]].update(entries)
+        name_of = {id(parameter): name for name, parameter in self._known.items()}
         for optimizer in self._optimizers:
             for group in optimizer.param_groups:
                 known = [

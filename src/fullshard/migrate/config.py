@@ -109,7 +109,11 @@ class PrecisionKeys:
         choices=(DEFAULT, *_DTYPES),
         spellings=("output_dtype",),
     )
-    cast_inputs: bool = setting(True, "cast inputs of units to the compute dtype", spellings=("cast_forward_inputs",))
+    cast_inputs: bool | tuple[str, ...] = setting(
+        True,
+        "cast inputs of units to the compute dtype: all, none, or arguments of these names; `!freqs`: all but it",
+        spellings=("cast_forward_inputs",),
+    )
     master: str = setting(
         DEFAULT,
         'dtype of the trainable parameters between steps, which the optimizer updates; "default" = as the model is '
@@ -201,7 +205,7 @@ class Override:
         None, "dtype of the reduction", choices=(DEFAULT, *_DTYPES), spellings=("reduce_dtype",)
     )
     output: str | None = setting(None, "dtype of outputs", choices=(DEFAULT, *_DTYPES), spellings=("output_dtype",))
-    cast_inputs: bool | None = setting(None, "as in [precision]", spellings=("cast_forward_inputs",))
+    cast_inputs: bool | tuple[str, ...] | None = setting(None, "as in [precision]", spellings=("cast_forward_inputs",))
     cpu_offload: bool | None = setting(None, "as in [sharding]")
 
 

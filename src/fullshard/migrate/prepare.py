@@ -24,6 +24,8 @@ from ..observe import report
 from ..observe.report import human
 from ..policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from ..policy.arguments import expect, expect_callable, expect_flag, expect_module, expect_optimizers
+from ..policy.casting import Chosen as CastFn
+from ..policy.casting import check_cast_inputs, keyword_names, matches_name
 from ..program import BATCH_NORM, OwnDtype, modules_of
 from .activations import checkpoint_activations
 from .config import AUTO, DEFAULT, Override, ShardingConfig
@@ -133,6 +135,7 @@ def prepare_fully_shard(
     mesh: DeviceMesh | None = None,
     wrap_fn: WrapFn | None = None,
     init: Init | None = None,
+    cast_fn: CastFn | None = None,
     show: bool = True,
 ) -> Prepared:
     """Shard a whole model as `config` says: units, ties, precision, offload, initial values, activations, optimizers.
@@ -148,6 +151,8 @@ def prepare_fully_shard(
         which has to be applied before, the data-parallel axes of its mesh.
     wrap_fn: (name, module) -> True, False, or arguments of `fully_shard` as a dict, for `wrap.by = "function"`.
     init: initialises a module's own tensors, for models on the meta device (`materialize`).
+    cast_fn: (name of an argument, tensor) -> whether it is cast to the compute dtype, for the units whose inputs
+        `precision.cast_inputs` lets be cast; for names alone, write them there.
     show: the first rank prints the table of units.
 
     Everything that can be decided is decided and checked before the model is changed: units, ties, degrees, overrides,
@@ -160,6 +165,7 @@ def prepare_fully_shard(
     expect_module("model", model)
     expect_flag("show", show)
     expect_callable("init", init, "a function of a module", or_none=True)
+    expect_callable("cast_fn", cast_fn, "a function of (name of an argument, tensor)", or_none=True)
     expect_callable("wrap_fn", wrap_fn, "a function of (name, module)", or_none=True)
     expect("mesh", mesh is None or isinstance(mesh, DeviceMesh), "a DeviceMesh or None", mesh, "use init_device_mesh")
     optimizers = () if optimizer is None else tuple(expect_optimizers("optimizer", optimizer))
@@ -174,6 +180,11 @@ def prepare_fully_shard(
     mesh = _mesh(config, mesh)
     masters = _masters(model, config.precision.master, ignored)
     arguments = {plan.name: _arguments(plan, config, overrides[plan.name], mesh, ignored) for plan in plans}
+    for plan in plans if cast_fn is not None else ():
+        policy = arguments[plan.name]["mp_policy"]
+        if policy.cast_forward_inputs is True and "mp_policy" not in plan.arguments:
+            arguments[plan.name]["mp_policy"] = replace(policy, cast_forward_inputs=cast_fn)
+    _check_cast_inputs(tree, arguments, {plan.name: plan.modules for plan in plans})
     kept = _kept(tree, plans, arguments, config.precision.keep_float32, masters)
     for plan in plans:
         arguments[plan.name] |= _policy_that_keeps(arguments[plan.name]["mp_policy"], kept[plan.name])
@@ -331,6 +342,26 @@ def _arguments(
         "ignored_params": ignored or None,
         **plan.arguments,
     }
+
+
+def _check_cast_inputs(
+    tree: Tree, arguments: Mapping[str, Mapping[str, Any]], modules: Mapping[str, Iterable[str]]
+) -> None:
+    """Raise `ValueError` for a name of `precision.cast_inputs` that is an argument of no unit's forward."""
+    known: dict[str, set[str]] = {}
+    for unit, given in arguments.items():
+        option = given["mp_policy"].cast_forward_inputs
+        check_cast_inputs("precision.cast_inputs", option)
+        for name in () if isinstance(option, bool) or callable(option) else option:
+            found = known.setdefault(name, set())
+            for module in modules[unit]:
+                found.update(keyword_names(tree.modules[module].forward))
+    for name, found in known.items():
+        if not any(matches_name(name, argument) for argument in found):
+            raise ValueError(
+                f"precision.cast_inputs: expected names of arguments of forwards of units, found {name!r}, which none "
+                f"has; they have {', '.join(sorted(found)[:12])}"
+            )
 
 
 def _kept(

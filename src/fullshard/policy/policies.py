@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from .._torch import TorchCPUOffloadPolicy, TorchMixedPrecisionPolicy, TorchOffloadPolicy, grad_dtype_of
 from .arguments import expect_known_fields
@@ -27,6 +27,10 @@ from .options import REDUCE_DEFAULTS
 # gradient  the dtype of the reduced gradient shards: storage, or the parameter's own `grad_dtype`
 
 
+# Which inputs of a forward are cast.
+CastInputs = bool | Sequence[str] | Callable[[str, Tensor], bool]
+
+
 @dataclass(frozen=True)
 class MixedPrecisionPolicy(TorchMixedPrecisionPolicy):
     """Dtypes of one `fully_shard` call; names and meaning are those of torch 2.15's class, on every torch.
@@ -38,7 +42,11 @@ class MixedPrecisionPolicy(TorchMixedPrecisionPolicy):
         promoted dtype. Up to torch 2.14 None followed `param_dtype`, and so it does with
         `FULLSHARD_REDUCE_DTYPE=param_dtype`.
     output_dtype: floating-point outputs of the unit's forward are cast to it; None leaves them.
-    cast_forward_inputs: floating-point inputs of the unit's forward are cast to `param_dtype`.
+    cast_forward_inputs: which floating-point inputs of the unit's forward are cast to `param_dtype`: all (True), none
+        (False), those of arguments with these names, or those for which a function of (name of the argument, tensor)
+        returns True. In names * stands for anything; if all begin with "!", everything but these is cast. What is
+        inside of a container has the name of the argument; `*args` are "args". A function must return the same on
+        every rank.
     param_dtype_override_fn: called once with each parameter, a tied one once, when the unit is made. Returns that
         parameter's own `param_dtype`: its original dtype, or `param_dtype` or None for the policy's; anything else is a
         `ValueError`. Must return the same on every rank. Inputs are cast to the policy's `param_dtype` nevertheless.
@@ -52,7 +60,7 @@ class MixedPrecisionPolicy(TorchMixedPrecisionPolicy):
     param_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
     output_dtype: torch.dtype | None = None
-    cast_forward_inputs: bool = True
+    cast_forward_inputs: CastInputs = True  # type: ignore[assignment]
     param_dtype_override_fn: Callable[[nn.Parameter], torch.dtype | None] | None = field(default=None, kw_only=True)
 
 
@@ -67,7 +75,7 @@ class MixedPrecisionLike(Protocol):
     @property
     def output_dtype(self) -> torch.dtype | None: ...
     @property
-    def cast_forward_inputs(self) -> bool: ...
+    def cast_forward_inputs(self) -> CastInputs: ...
 
 
 # The `grad_dtype` of a parameter: a dtype, or one of "unset" (that of the parameter) and "any" (set to None).
