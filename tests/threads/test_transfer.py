@@ -132,7 +132,7 @@ def assert_moved(target: Mapping[str, Tensor] | None, expected: Mapping[str, Ten
 
 @pytest.mark.parametrize("to", LAYOUTS)
 @pytest.mark.parametrize("of", LAYOUTS)
-@pytest.mark.quick(12)
+@pytest.mark.sample(12, full=30)
 def test_from_any_layout_into_any_other(of: str, to: str, sent: Sent) -> None:
     full = values()
     nothing = {name: torch.zeros_like(tensor) for name, tensor in full.items()}

@@ -55,7 +55,7 @@ OPTIMIZERS: list[Callable[[Any], torch.optim.Optimizer]] = [
 
 @pytest.mark.parametrize("build", OPTIMIZERS)
 @pytest.mark.parametrize("to", ["fsdp 2", "hsdp", "none", "more"])
-@pytest.mark.quick(3)
+@pytest.mark.sample(4, full=12)
 def test_a_run_changes_its_layout(build: Callable[[Any], torch.optim.Optimizer], to: str) -> None:
     world = 4
 

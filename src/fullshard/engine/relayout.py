@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from .._torch import local_of
-from ..comm import Exchange, Parts, ranks_of
+from ..comm import Exchange, OwnParts, ranks_of
 from ..layout import Box, Held, TransferPlan, rename
 from ..param import Layouts, held_by, place_of
 
@@ -39,8 +39,8 @@ def relaid(values: Mapping[str, DTensor], like: Mapping[str, DTensor], what: str
     exchange = Exchange(
         plan,
         ranks,
-        Parts({name: local_of(tensor).detach() for name, tensor in values.items()}, _boxes(sources, ranks.rank)),
-        Parts(made, _boxes(targets, ranks.rank)),
+        OwnParts({name: local_of(tensor).detach() for name, tensor in values.items()}, _boxes(sources, ranks.rank)),
+        OwnParts(made, _boxes(targets, ranks.rank)),
     )
     with ranks.texts.together(what):
         # As on all ranks, which know the same.

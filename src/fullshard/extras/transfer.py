@@ -12,8 +12,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from .._torch import settled
-from ..api import allocate, forget_values, mark_restored
-from ..comm import Exchange, Parts, Ranks, problems_of, ranks_of, settle_uploads, texts_of
+from ..agree import mark_restored
+from ..api import allocate, forget_values
+from ..comm import Exchange, OwnParts, Ranks, problems_of, ranks_of, settle_uploads, texts_of
 from ..engine.root import module_units
 from ..layout import Box, Held, Link, Names, TransferPlan, itemsize, rename
 from ..layout.routes import ALIGNMENT
@@ -245,13 +246,13 @@ def _settle(model: nn.Module) -> None:
         allocate(model)
 
 
-def _side(tensors: Mapping[str, Tensor], held: Mapping[str, Held], rank: int) -> Parts:
+def _side(tensors: Mapping[str, Tensor], held: Mapping[str, Held], rank: int) -> OwnParts:
     """This rank's parts."""
 
     def box(name: str) -> Box | None:
         return held[name].parts.box(rank)
 
-    return Parts({name: local_data(tensor).detach() for name, tensor in tensors.items()}, box)
+    return OwnParts({name: local_data(tensor).detach() for name, tensor in tensors.items()}, box)
 
 
 # ---- the plan --------------------------------------------------------------------------------------------------------
