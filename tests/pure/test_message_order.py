@@ -23,13 +23,13 @@ class Scope:
         self.epoch, self.doing = 0, "a step"
         self.explained_by: dict[str, Any] = {}
         self.failures = Failures()
-        self.asked: list[str] = []
+        self.questions: list[str] = []
         self.compared: list[str] = []
         self.answers: dict[int, str] | None = None
 
     def agree(self, what: str, text: str) -> dict[int, str] | None:
         assert "about to" in str(self.doing)
-        self.asked.append(text)
+        self.questions.append(text)
         return self.answers
 
 
@@ -47,21 +47,21 @@ def scope(monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_what_a_program_does_is_told_once(scope: Any) -> None:
     shared = _ScopeOrder(scope)
     shared.stepped, shared.begun = 2, True
-    assert shared.flags(0) == ("stepped", "stepped", "train")
-    assert shared.flags(0) == ()
+    assert shared.flags("0-1") == ("stepped", "stepped", "train")
+    assert shared.flags("0-1") == ()
     shared.stepped = 1000
-    assert shared.flags(0) == ("stepped",) * 16, "no action of a thousand words"
+    assert shared.flags("0-1") == ("stepped",) * 16, "no action of a thousand words"
     shared.begun = True
-    assert shared.flags(0) == ()
+    assert shared.flags("0-1") == ()
     shared.begun = False
-    assert shared.flags(0) == ("eval",)
+    assert shared.flags("0-1") == ("eval",)
     shared.begun = True
-    assert shared.flags(0) == ("train",), "it trains again"
+    assert shared.flags("0-1") == ("train",), "it trains again"
     # Without an optimizer each forward is a start in the end: it may update parameters itself.
     found = []
     for _ in range(70):
         shared.begun = True
-        found.append(shared.flags(0))
+        found.append(shared.flags("0-1"))
     assert found[0] == () and found[-1] == ("train",)
 
 
@@ -75,7 +75,7 @@ def test_after_a_failure_all_ranks_are_at_one_place_again(scope: Any) -> None:
     shared, before = _ScopeOrder(scope), Order()
     shared.order = before
     shared.stepped, shared.begun, shared.forwards, shared.added = 3, True, 9, True
-    shared.trained.add(0)
+    shared.trained.add("0-1")
     shared.restart(1)
     assert shared.order is not before and shared.epoch == 1
     assert (shared.stepped, shared.begun, shared.forwards, shared.added) == (0, None, 0, False) and not shared.trained
@@ -92,8 +92,8 @@ def test_which_steps_change_parameters() -> None:
 
 # ---- comparisons -----------------------------------------------------------------------------------------------------
 
-GATHER = Action("unshard", 0, 1, "layers.1", "float32*8")
-START = Action("unshard", 0, 0, "root", "float32*8", ("stepped",))
+GATHER = Action("unshard", "0-1", 1, "layers.1", "float32*8")
+START = Action("unshard", "0-1", 0, "root", "float32*8", ("stepped",))
 
 
 def known(*actions: Action) -> Order:
@@ -110,10 +110,10 @@ def known(*actions: Action) -> Order:
 def test_where_no_rank_knows_an_order_a_small_message_compares(scope: Any) -> None:
     order = Order()
     _compare(scope, order, GATHER)
-    assert scope.compared and not scope.asked and order.place == 1 and scope.doing == "a step"
+    assert scope.compared and not scope.questions and order.place == 1 and scope.doing == "a step"
     # A program that counts its messages has none more.
     _compare(scope, order, GATHER, in_band=False)
-    assert len(scope.compared) == len(scope.asked) == 1 and scope.doing == "a step"
+    assert len(scope.compared) == len(scope.questions) == 1 and scope.doing == "a step"
 
 
 def test_who_leaves_a_known_order_asks_through_the_store(scope: Any) -> None:
@@ -126,14 +126,14 @@ def test_who_leaves_a_known_order_asks_through_the_store(scope: Any) -> None:
     later: list[object] = []
     with pytest.raises(RanksDisagree):
         _compare(scope, order, GATHER._replace(unit=2), later=lambda *args: later.append(args))
-    assert len(scope.asked) == 1 and not scope.compared and not later
+    assert len(scope.questions) == 1 and not scope.compared and not later
     assert scope.failures.must_meet and scope.doing == "a step"
 
 
 def test_on_a_device_what_no_rank_knows_is_compared_later(scope: Any) -> None:
     order, later = Order(), list[Any]()
     _compare(scope, order, GATHER, later=lambda scope, place, action: later.append((place, action)))
-    assert later == [(0, GATHER)] and order.place == 1 and not scope.asked and not scope.compared
+    assert later == [(0, GATHER)] and order.place == 1 and not scope.questions and not scope.compared
 
 
 # ---- a root ----------------------------------------------------------------------------------------------------------
@@ -146,27 +146,27 @@ class Unit:
         self.groups: list[Any] = []
 
 
-def test_roots_are_introduced_once_in_each_epoch_and_never_taken_for_each_other(
+def test_roots_are_named_by_what_all_ranks_compared_and_never_taken_for_each_other(
     scope: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(room, "_sizes", lambda unit, positions, kind, keep=False, now=True: "float32*8")
-    units: list[Any] = [Unit("student"), Unit("teacher")]
+    monkeypatch.setattr(room, "_sizes", lambda unit, positions, kind, keep=False: "float32*8")
+    scope.asked = 3
+    units: list[Any] = [Unit("root"), Unit("root")]
     lanes = [_Lane(scope, unit, {unit: []}) for unit in units]
-    # In the second epoch they come in the other order.
-    for epoch, turns in enumerate(((0, 0, 1), (1, 0, 0))):
+    for lane in lanes:
+        lane.name_root()
+        scope.asked += 1
+    for epoch in range(2):  # and keep their names after a failure
         scope.epoch = epoch
         scope.compared.clear()
-        for turn in turns:
-            lanes[turn].before(units[turn], "unshard")
-        kinds = [text.split()[1] for text in scope.compared]
-        assert kinds.count("form") == 2, scope.compared
-        families = {text.split()[3]: text.split()[2] for text in scope.compared if text.split()[1] == "unshard"}
-        assert families == {"student": f"{epoch}.1", "teacher": f"{1 - epoch}.1"}
+        for lane, unit in zip(lanes, units, strict=True):
+            lane.before(unit, "unshard")
+        assert [text.split()[2] for text in scope.compared] == ["0-3.1", "0-4.1"]
 
 
 def test_sizes_are_those_of_what_is_sent_now(scope: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     counted = iter(range(100))
-    monkeypatch.setattr(room, "_sizes", lambda unit, positions, kind, keep=False, now=True: f"float32*{next(counted)}")
+    monkeypatch.setattr(room, "_sizes", lambda unit, positions, kind, keep=False: f"float32*{next(counted)}")
     unit: Any = Unit("root")
     lane = _Lane(scope, unit, {unit: []})
 

@@ -93,6 +93,10 @@ class Ranks(Connected):
         self.order = MessageOrder(root.units)
         self.facts = StepFacts(root, peers, compares=mode == "full")
 
+    def forms(self) -> None:
+        super().forms()
+        self.order.formed()
+
     def _formed(self) -> None:
         self.facts.begin()
         if self.facts.compares and self._root.units[0].device.type != "cpu":

@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from ..engine.unit import AnyRoot, Unit
-    from ..param import ShardedParam
     from .step_facts import StepFacts
 
 
@@ -60,7 +59,7 @@ class _ScopeOrder:
         # Forwards with gradients since the program was restarted.
         self.forwards = 0
         # Roots whose last forward with messages had gradients.
-        self.trained: set[int] = set()
+        self.trained: set[str] = set()
         # The last reduction was added to existing gradients.
         self.added = False
 
@@ -72,17 +71,17 @@ class _ScopeOrder:
         self.trained.clear()
         self.added = False
 
-    def flags(self, family: int) -> tuple[str, ...]:
+    def flags(self, root: str) -> tuple[str, ...]:
         """The flags that describe the program around the next action. Consumed by the call."""
         flags: tuple[str, ...] = ("stepped",) * min(self.stepped, _MOST_STEPS)
         if self.begun is False:
             flags += ("eval",)
-            self.trained.discard(family)
+            self.trained.discard(root)
         elif self.begun:
             self.forwards += 1
-            if family not in self.trained or self.forwards > _FORWARDS:
+            if root not in self.trained or self.forwards > _FORWARDS:
                 flags += ("train",)
-                self.trained.add(family)
+                self.trained.add(root)
         if self.stepped or self.begun is False:
             self.forwards = 0
         self.stepped, self.begun = 0, None
@@ -170,12 +169,15 @@ class _Lane:
         self._in_band = not all(_is_native(unit) for unit in members)
         self.later: Callable[[Scope, int, Action], None] | None = None
         self._members = members
-        self._family = -1
-        # The order in which the lane was introduced.
-        self._order: Order | None = None
+        # The root's name in actions.
+        self.root = ""
         # Caches: sizes ("" if nothing is sent) and actions.
         self._sizes: dict[tuple[object, ...], str] = {}
         self._actions: dict[tuple[object, ...], Action] = {}
+
+    def name_root(self) -> None:
+        """The ranks just compared the structure of the root, all of them as the same question: that is its name."""
+        self.root = f"{self.scope.epoch}-{self.scope.asked}"
 
     def before(self, unit: Unit, kind: str, flags: tuple[str, ...] = (), layout: tuple[object, ...] = ()) -> None:
         """`unit` is about to send. `layout`: what determines the sizes besides the unit's channels."""
@@ -212,43 +214,25 @@ class _Lane:
         if shared.epoch != self.scope.epoch:
             shared.restart(self.scope.epoch)
         order = shared.order
-        if order is not self._order:
-            self._introduce(order)
         if shared.stepped or shared.begun is not None:
-            flags = (*shared.flags(self._family), *flags)
+            flags = (*shared.flags(self.root), *flags)
         key = (kind, index, sizes, flags)
         action = self._actions.get(key)
         if action is None:
             if len(self._actions) > _REMEMBERED:
                 self._actions.clear()
-            action = self._actions[key] = Action(kind, self._family, index, name, sizes, flags)
+            action = self._actions[key] = Action(kind, self.root, index, name, sizes, flags)
         if not order.follows(action):
             _compare(self.scope, order, action, in_band=self._in_band, later=self.later)
 
-    def _introduce(self, order: Order) -> None:
-        known = [
-            (kind, unit.record.index, unit.record.name, sizes)
-            for unit, positions in self._members.items()
-            for kind in ("unshard", "unshard_secondary", "reduce")
-            if (sizes := _sizes(unit, positions, kind, now=False))
-        ]
-        form = order.introduce(self._first.record.name, known)
-        if not order.follows(form):
-            _compare(self.scope, order, form, in_band=self._in_band)
-        order.introduced()
-        self._order, self._family = order, form.family
-        self._actions = {}
 
-
-def _sizes(unit: Unit, positions: Sequence[int], kind: str, *, keep: bool = False, now: bool = True) -> str:
-    """The message sizes of `unit`, by group: dtype and elements of one rank's part; "" if nothing is sent.
-
-    `now=False`: predict from `requires_grad`, before the unit was unsharded for the first time."""
+def _sizes(unit: Unit, positions: Sequence[int], kind: str, *, keep: bool = False) -> str:
+    """The message sizes of `unit`, by group: dtype and elements of one rank's part; "" if nothing is sent."""
     texts = []
     for position in positions:
         group, links = unit.groups[position], unit.links[position]
         if kind == "reduce":
-            trainable = group.trainable if now else tuple(i for i, p in enumerate(group.params) if _trains(p))
+            trainable = group.trainable
             to_replicas = links.replicate is not None and links.replicate.world > 1 and not keep
             if trainable and (links.shard.world > 1 or to_replicas):
                 numel = sum(group.pack.segments[i].padded_numel for i in trainable)
@@ -276,10 +260,6 @@ def _is_native(unit: Unit) -> bool:
     return unit.channels.strategy == "torch"
 
 
-def _trains(param: ShardedParam) -> bool:
-    return bool(param.sharded.requires_grad)
-
-
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
@@ -305,6 +285,11 @@ class MessageOrder:
             unit: tuple(lane for lane, here in zip(self._lanes, members.values(), strict=True) if unit in here)
             for unit in units
         }
+
+    def formed(self) -> None:
+        """All ranks compared the structure of the root: name it by that comparison, which all of them made."""
+        for lane in self._lanes:
+            lane.name_root()
 
     def compare_later(self, facts: StepFacts) -> None:
         """On a device: compare messages without a known order together with the facts of a step (facts.py)."""
@@ -374,7 +359,7 @@ def before_opening(model: nn.Module, units: Iterable[Unit]) -> None:
         known = [names.get(unit.module, "?") for unit in here]
         digest = hashlib.blake2s("\n".join(known).encode(), digest_size=6).hexdigest()
         thread = None if here[0].root is None else here[0].root.thread
-        _compare_opening(here[0], scope, thread, Action("open", 0, 0, known[0], f"{len(here)}*{digest}"))
+        _compare_opening(here[0], scope, thread, Action("open", "0", 0, known[0], f"{len(here)}*{digest}"))
         if scope.losses.current is not None:
             raise lost_error(scope)
 

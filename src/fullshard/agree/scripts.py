@@ -1,24 +1,24 @@
 """The agreed order of messages: ranks compare each unexpected message before they send it.
 
 Messages of one group match by their position in its order only. Ranks that run units of equal shapes in different
-orders silently exchange wrong values; with different sizes or message counts they abort or hang.
+orders silently exchange wrong values; with a message of another kind they wait for ever; and where a rank receives more
+than it expects, gloo ends its process.
 
-    action     one message, as a value with a text form:  unshard 0.3 layers.2 float32*1024 stepped
+    action     one message, as a value with a text form:  unshard 0-3.5 layers.2 float32*1024 stepped
     start      an action after an optimizer step, or the first of an evaluation: the program starts over
-    script     the actions from one start to the next, as recorded the last time
-    expected   the next action of the script. It follows from earlier actions, so every rank has the same
+    expected   what followed the actions since the start the last time. It follows from earlier actions, so every rank
+               has the same
     question   sent to the others through the store by a rank that is about to deviate
 
-An expected action is sent without a comparison: a program that repeats itself costs nothing. If a script is known, a
-rank that deviates must ask through the store, because the others may wait for its message. If none is known, none is
-known on any rank, so all compare their next action by a small message (`Order.expected` is None).
+An expected action is sent without a comparison: a program that repeats itself costs nothing. A rank that deviates must
+ask through the store, because the others may wait for its message. If nothing is expected, nothing is expected on any
+rank, so all compare their next action by a small message (`Order.expected` is None).
 """
 
 from __future__ import annotations
 
-import hashlib
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 # The flags of an action, beside its kind, unit and sizes.
@@ -37,23 +37,21 @@ FLAGS = (
 _STARTS = ("stepped", "eval", "train")
 # Gathers by the program itself, outside of the units' own messages.
 _BY_HAND = "open"
-# How many different scripts are kept per start.
-_VARIANTS = 8
 
 
 class Action(NamedTuple):
-    """One message of a unit. `family`: its root's number, in the order in which roots formed; `unit`: its index there;
+    """One message of a unit. `root`: a name of its root that is the same on all ranks; `unit`: its index there;
     `sizes`: the sizes sent, by group, as one word."""
 
     kind: str
-    family: int
+    root: str
     unit: int
     name: str
     sizes: str
     flags: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        return " ".join((self.kind, f"{self.family}.{self.unit}", self.name, self.sizes, *self.flags))
+        return " ".join((self.kind, f"{self.root}.{self.unit}", self.name, self.sizes, *self.flags))
 
     @property
     def doing(self) -> str:
@@ -69,16 +67,16 @@ class Action(NamedTuple):
 def parse_action(text: str) -> Action:
     """The reverse of `str(action)`.
 
-    >>> parse_action("unshard 0.3 layers.2 float32*1024 stepped")
-    Action(kind='unshard', family=0, unit=3, name='layers.2', sizes='float32*1024', flags=('stepped',))
+    >>> parse_action("unshard 0-3.5 layers.2 float32*1024 stepped")
+    Action(kind='unshard', root='0-3', unit=5, name='layers.2', sizes='float32*1024', flags=('stepped',))
 
     Raises `ValueError` for another form or an unknown flag.
     """
     words = text.split()
-    place = words[1].split(".") if len(words) > 3 else []
-    if len(place) != 2 or not all(part.isdecimal() for part in place) or not set(words[4:]) <= set(FLAGS):
+    root, _, unit = words[1].rpartition(".") if len(words) > 3 else ("", "", "")
+    if not root or not unit.isdecimal() or not set(words[4:]) <= set(FLAGS):
         raise ValueError(f"action: expected 'KIND ROOT.UNIT NAME SIZES FLAG...' with flags of {FLAGS}, found {text!r}")
-    return Action(words[0], int(place[0]), int(place[1]), words[2], words[3], tuple(words[4:]))
+    return Action(words[0], root, int(unit), words[2], words[3], tuple(words[4:]))
 
 
 class Question(NamedTuple):
@@ -101,64 +99,46 @@ def parse_question(text: str) -> Question:
     return Question(int(place), parse_action(action), None if expected == "nothing" else parse_action(expected))
 
 
-class _Script:
-    """A sequence of actions, the first of which is a start; `then`: the start that followed it the last time."""
-
-    __slots__ = ("actions", "then")
-
-    def __init__(self, actions: list[Action]) -> None:
-        self.actions = actions
-        self.then: Action | None = None
-
-
 class Order:
-    """The position of one rank in the common order of a set of ranks.
+    """The messages that the ranks of a scope agreed on, and which of them comes next. The same on all ranks.
 
         if not order.follows(action):
             ...  # compare it with the others; if all of them do the same:
             order.enter(action)
 
-    `limit`: how many actions are kept. Beyond it all scripts are dropped, on all ranks at the same place.
+    What is kept is a tree: what followed which actions since the last start, and what did the last time. A place where
+    the program went another way the last time but one has no expected action until it repeats itself there.
+    `limit`: how many actions are kept. Beyond it all are dropped, on all ranks at the same place.
     """
 
     def __init__(self, *, limit: int = 20_000) -> None:
-        # The number of actions so far; the number of roots so far.
-        self.place = self.families = 0
+        # The number of actions so far.
+        self.place = 0
         self._limit = limit
-        self._kept = 0
-        # By start, the latest first.
-        self._scripts: dict[Action, list[_Script]] = {}
-        # The script that this rank follows and its position in it; or the new actions if it follows none.
-        self._script: _Script | None = None
-        self._at = 0
-        self._new: list[Action] = []
+        # Nodes of the tree are numbers. By node: the last action after it, the node that this led to, and whether it is
+        # expected again. By node and action: the node after both; a start leads to the same node from everywhere.
+        self._here = self._nodes = 0
+        self._last: dict[int, tuple[Action, int, bool]] = {}
+        self._after: dict[tuple[int, Action], int] = {}
 
     @property
     def expected(self) -> Action | None:
         """The action that needs no question; None: every action needs one, on all ranks."""
-        script = self._script
-        if script is None:
-            return None
-        return script.actions[self._at] if self._at < len(script.actions) else script.then
+        last = self._last.get(self._here)
+        return last[0] if last is not None and last[2] else None
 
     def follows(self, action: Action) -> bool:
         """Whether `action` is expected here; if so, advance."""
-        script = self._script
-        if script is None:
+        last = self._last.get(self._here)
+        if last is None or not last[2]:
             return False
-        actions, at = script.actions, self._at
-        if at < len(actions):
-            # Actions are cached, so the expected one is nearly always the same object.
-            if actions[at] is not action:
-                if actions[at] != action:
-                    return False
-                actions[at] = action
-            self._at = at + 1
-            self.place += 1
-            return True
-        if script.then != action:
-            return False
-        self._begin(action)
+        # Actions are cached, so the expected one is nearly always the same object.
+        if last[0] is not action:
+            if last[0] != action:
+                return False
+            self._last[self._here] = (action, last[1], True)
+        self._here = last[1]
+        self.place += 1
         return True
 
     def question(self, action: Action) -> Question:
@@ -167,68 +147,21 @@ class Order:
 
     def enter(self, action: Action) -> None:
         """Enter an unexpected `action`, on which all ranks agreed."""
-        script, at = self._script, self._at
-        if action.starts:
-            if script is None:
-                self._keep()
-            elif at < len(script.actions):
-                self._new = script.actions[:at]
-                self._keep()
-            self._begin(action)
-            return
+        last = self._last.get(self._here)
+        key = (_ANYWHERE, _start_of(action)) if action.starts else (self._here, action)
+        after = self._after.get(key)
+        if after is None:
+            if len(self._after) >= self._limit:
+                self._after.clear()
+                self._last.clear()
+            self._nodes += 1
+            after = self._after[key] = self._nodes
+        self._last[self._here] = (action, after, last is None or last[0] == action)
+        self._here = after
         self.place += 1
-        if script is None:
-            if len(self._new) >= self._limit:
-                self._new = []  # the program never starts over
-            self._new.append(action)
-            return
-        # Another script of this start may continue with this action.
-        done = script.actions[:at]
-        for other in self._scripts.get(_start_of(script.actions[0]), ()):
-            if len(other.actions) > at and other.actions[at] == action and other.actions[:at] == done:
-                self._script, self._at = other, at + 1
-                return
-        self._script, self._new = None, [*done, action]
 
-    def introduce(self, name: str, plain: Iterable[tuple[str, int, str, str]]) -> Action:
-        """The action that introduces a new root, to be agreed on like any other. `plain`: kind, index, name and sizes
-        of all messages of its units."""
-        family = self.families
-        lines = [str(Action(kind, family, index, unit_name, sizes)) for kind, index, unit_name, sizes in plain]
-        digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
-        return Action("form", family, 0, name, f"{len(lines)}*{digest}")
 
-    def introduced(self) -> None:
-        """All ranks introduced that root."""
-        self.families += 1
-
-    def _keep(self) -> None:
-        """Keep the actions since the last start as a script."""
-        if not self._new:
-            return
-        if self._kept + len(self._new) > self._limit:
-            self._scripts.clear()
-            self._kept = 0
-        self._kept += len(self._new)
-        known = self._scripts.setdefault(_start_of(self._new[0]), [])
-        known.insert(0, _Script(self._new))
-        for dropped in known[_VARIANTS:]:
-            self._kept -= len(dropped.actions)
-        del known[_VARIANTS:]
-        self._script, self._new = known[0], []
-
-    def _begin(self, start: Action) -> None:
-        """The program starts over with `start`; the script before it becomes the latest."""
-        if self._script is not None:
-            self._script.then = start
-            known = self._scripts.get(_start_of(self._script.actions[0]), [])
-            if self._script in known and known[0] is not self._script:
-                known.remove(self._script)
-                known.insert(0, self._script)
-        self.place += 1
-        scripts = self._scripts.get(_start_of(start))
-        self._script = scripts[0] if scripts else None
-        self._at, self._new = 1, [] if scripts else [start]
+_ANYWHERE = -1
 
 
 def _start_of(action: Action) -> Action:
@@ -292,7 +225,6 @@ def _phrase(action: Action) -> str:
         "unshard": "gather the parameters of",
         "unshard_secondary": "gather what is kept of",
         "reduce": "reduce the gradients of",
-        "form": "run the model",
         "count": "count the batches that are left for",
         "open": "enter full_params of",
     }.get(action.kind, action.kind)
@@ -343,9 +275,7 @@ def _advice(usual: Action, others: Sequence[Action]) -> str:
             "ranks (fullshard.grad_stats, fullshard.check_gradients) which step is left out: isnan or a norm of a "
             "gradient may be of one rank's rows"
         )
-    kinds, units = {action.kind for action in both}, {(action.family, action.unit) for action in both}
-    if "form" in kinds:
-        return "run the same models in the same order on all ranks, with the same parameters and settings"
+    kinds, units = {action.kind for action in both}, {(action.root, action.unit) for action in both}
     if kinds == {"reduce"} and len(units) == 1 and len({_on_top(action) for action in both}) > 1:
         return (
             "gradients of earlier backwards are there on some ranks alone: call zero_grad() on all ranks alike, and "
