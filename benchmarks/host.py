@@ -25,9 +25,9 @@ over all, and is not part of the figure; "with copies" is the ratio where it is.
     least        one gather, one reduction, one copy each, and the fewest hooks that these blocks need: written for
                  this model, it decides, compares and refuses nothing. What Python and torch take at least; fp32 alone
 
-The last lines of a table say what it costs that ranks compare what they do (agree/facts.py): FULLSHARD_GUARD=full above
-off. One model of each will not do: two of the same kind differ by some percent, by where their tensors lie. So there
-are several of each, in turns, and how far two halves of those that are `off` are apart is shown beside it.
+The last lines of a table say what it costs that ranks compare what they do (agree/ledger.py): FULLSHARD_GUARD=full
+above off. One model of each will not do: two of the same kind differ by some percent, by where their tensors lie. So
+there are several of each, in turns, and how far two halves of those that are `off` are apart is shown beside it.
 """
 
 from __future__ import annotations
@@ -425,8 +425,8 @@ def report(mixed: bool, shape: ModelShape, found: dict[str, Measured], rounds: i
 
 def facts_table() -> str:
     """Which facts are taken in each step, and which when something changes."""
-    text = importlib.import_module("fullshard.agree.facts").__doc__ or ""
-    return "\n".join(line for line in text[text.index("    fact ") :].splitlines() if line.startswith("    "))
+    text = importlib.import_module("fullshard.agree.ledger").__doc__ or ""
+    return "\n".join(line for line in text[text.index("    statement ") :].splitlines() if line.startswith("    "))
 
 
 def profile(shape: ModelShape, way: str) -> None:

@@ -17,7 +17,7 @@ from torch.distributed.tensor import Shard
 
 from fullshard import fully_shard
 from fullshard.agree import structure
-from fullshard.agree.facts import Item, first_difference
+from fullshard.agree.ledger import Statement, first_difference
 from fullshard.agree.structure import Agreement, Drift, describe, differing, digests_of, find_drift, meshes_of
 from fullshard.engine import unit_of
 from fullshard.engine.root import root_of
@@ -33,7 +33,7 @@ class Model(nn.Module):
         self.head = nn.Linear(4, width)
 
 
-def described(change: Callable[[Any], object], after: Callable[[Any], object], **options: Any) -> list[Item]:
+def described(change: Callable[[Any], object], after: Callable[[Any], object], **options: Any) -> list[Statement]:
     model: Any = Model(options.pop("width", 4))
     change(model)
     for layer in model.layers:
@@ -105,7 +105,7 @@ def test_each_fact_is_compared_by_itself() -> None:
             finally:
                 ROOT.clear()
             difference = first_difference({0: plain, 1: other})
-            assert difference is not None and difference.fact == fact, (fact, difference and difference.text)
+            assert difference is not None and difference.fact.name == fact, (fact, difference and difference.text)
 
 
 def test_with_the_guard_off_only_that_is_compared() -> None:
@@ -118,7 +118,7 @@ def test_with_the_guard_off_only_that_is_compared() -> None:
         finally:
             ROOT.clear()
         difference = first_difference({0: off, 1: described(nothing, nothing)})
-        assert len(off) == 1 and difference is not None and difference.fact == "FULLSHARD_GUARD"
+        assert len(off) == 1 and difference is not None and difference.fact.name == "FULLSHARD_GUARD"
 
 
 def test_meshes_come_in_one_order_on_all_ranks() -> None:

@@ -126,7 +126,7 @@ def test_a_steady_step_makes_no_new_text(monkeypatch: pytest.MonkeyPatch) -> Non
         for _ in range(4):
             train()
         # The package has a function of the room's name.
-        room = sys.modules["fullshard.agree.facts"]
+        room = sys.modules["fullshard.agree.ledger"]
         digest_of = room.digest_of
         monkeypatch.setattr(room, "digest_of", lambda text: (made.append(text), digest_of(text))[1])
         for _ in range(3):

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from fullshard.agree import order as room
+from fullshard.agree.actions import Action, Order
 from fullshard.agree.order import _compare, _Lane, _ScopeOrder, changes_parameters
-from fullshard.agree.scripts import Action, Order
 from fullshard.peers import RanksDisagree
 from fullshard.peers.failures import Failures
 

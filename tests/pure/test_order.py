@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fullshard.agree.scripts import Action, Order, Question, deviation, disagreement, parse_action, parse_question
+from fullshard.agree.actions import Action, Order, Question, deviation, disagreement, parse_action, parse_question
 
 
 def action(kind: str, index: int, *flags: str, root: str = "0-1", sizes: str = "") -> Action:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from fullshard.agree import step_facts
-from fullshard.agree.facts import Deed, Fact, Ledger, Sealed
+from fullshard.agree.ledger import NOW, Fact, Ledger, Sealed, called
 from fullshard.agree.recovery import steps_taken
 from fullshard.agree.step_facts import StepFacts, _Mesh, _Sent
 from fullshard.peers import RanksDisagree
@@ -53,7 +53,8 @@ class Made:
 
     def seal(self) -> dict[str, str]:
         sealed = self.facts._seal(self.mesh)
-        return {fact.name: fact.value for fact in sealed.standing} | {deed.name: "" for deed in sealed.deeds}
+        calls = {one.name: "" for one in sealed.statements if one.place != NOW}
+        return calls | {fact.name: fact.value for one in sealed.statements for fact in one.facts if one.place == NOW}
 
 
 class _Unit:
@@ -71,7 +72,7 @@ def made() -> Made:
     return Made()
 
 
-CALL = Deed("a call", (Fact("clip", "max_norm", "1.0"),))
+CALL = called("a call", [Fact("clip", "max_norm", "1.0")])
 
 
 # ---- when values are compared ----------------------------------------------------------------------------------------
@@ -197,9 +198,9 @@ def test_after_a_failure_all_ranks_begin_anew(made: Made) -> None:
 def test_hooks_are_told_once_before_what_was_done_next(made: Made) -> None:
     made.facts.hooked(made.unit, 0, "weight")
     made.facts._do(RANKS, CALL)
-    assert [deed.name for deed in made.mesh.ledger.deeds] == ["hooks", "a call"]
+    assert [call.name for call in made.mesh.ledger.calls] == ["hooks", "a call"]
     made.facts._do(RANKS, CALL)
-    assert [deed.name for deed in made.mesh.ledger.deeds] == ["hooks", "a call", "a call"]
+    assert [call.name for call in made.mesh.ledger.calls] == ["hooks", "a call", "a call"]
 
 
 # ---- a backward ------------------------------------------------------------------------------------------------------
@@ -287,8 +288,8 @@ def test_what_was_allowed_is_not_compared_again_and_what_drifts_is_no_ignored_on
     for count in (1, 2):
         mesh.looks.count = count
         StepFacts._note_values(made.facts, mesh, again=False)
-        (deed,) = mesh.ledger.seal().deeds
-        kinds.append([(fact.kind, fact.name) for fact in deed.facts])
+        (call, _) = mesh.ledger.seal().statements
+        kinds.append([(fact.kind, fact.name) for fact in call.facts])
     assert kinds == [[("ignored", "b")], [("outside", "b")]]
 
 
@@ -300,7 +301,7 @@ def test_each_call_has_its_own_parameters(made: Made, monkeypatch: pytest.Monkey
     monkeypatch.setattr(made.facts, "_placed_now", lambda: {id(a): (RANKS, "a"), id(b): (RANKS, "b")})
     for given in ([a], [b], [a, b], [a]):
         made.facts.done_to(given, "clip", [Fact("clip", "max_norm", "1.0")])
-    assert [deed.facts[-1].value for deed in made.mesh.ledger.deeds] == ["a", "b", "a, b", "a"]
+    assert [call.facts[-1].value for call in made.mesh.ledger.calls] == ["a", "b", "a, b", "a"]
 
 
 def test_parameters_are_found_again_after_their_shards_were_made_anew(
@@ -335,5 +336,5 @@ def test_an_optimizer_that_got_another_parameter_is_described_anew(made: Made, m
     for _ in range(2):
         assert made.facts.optimizer_stepped(optimizer)
         optimizer.param_groups[0]["params"] = [b]
-    named = [{fact.name: fact.value for fact in deed.facts} for deed in made.mesh.ledger.deeds]
+    named = [{fact.name: fact.value for fact in call.facts} for call in made.mesh.ledger.calls]
     assert named[0]["parameters of the optimizer"] != named[1]["parameters of the optimizer"]

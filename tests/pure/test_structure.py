@@ -8,22 +8,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fullshard.agree.facts import PARAMETER, SETTINGS, UNIT, Item, dumps_items, first_difference, loads_items
+from fullshard.agree.ledger import OPTIONS, PARAMETER, UNIT, Statement, dumps, first_difference, loads, read, stated
 from fullshard.peers import shown_ranks, variants
 
 
-def unit(name: str, **facts: str) -> Item:
-    return Item(UNIT, name, {"mp_policy": "none", **facts})
+def unit(name: str, **facts: str) -> Statement:
+    return stated(UNIT, name, {"mp_policy": "none", **facts})
 
 
-def parameter(name: str, **facts: str) -> Item:
-    return Item(PARAMETER, name, {"shape": "(2,)", "requires_grad": "True", **facts})
+def parameter(name: str, **facts: str) -> Statement:
+    return stated(PARAMETER, name, {"shape": "(2,)", "requires_grad": "True", **facts})
 
 
 A, B, C = unit("a"), unit("b"), unit("c")
 P, Q, R = parameter("a.p"), parameter("a.q"), parameter("a.r")
 
-DIFFERENCES: list[tuple[str, list[list[Item]], str]] = [
+DIFFERENCES: list[tuple[str, list[list[Statement]], str]] = [
     (
         "a fact; the majority first",
         [[A, P], [A, parameter("a.p", shape="(3,)")], [A, P]],
@@ -63,7 +63,7 @@ DIFFERENCES: list[tuple[str, list[list[Item]], str]] = [
     ),
     (
         "settings",
-        [[Item(SETTINGS, "", {"prefetch_depth": str(i // 3)})] for i in range(4)],
+        [[stated(OPTIONS, "", {"prefetch_depth": str(i // 3)})] for i in range(4)],
         "expected the same prefetch_depth on every rank, found 0 on ranks 0 to 2 and 1 on rank 3; set it to",
     ),
     (
@@ -75,7 +75,7 @@ DIFFERENCES: list[tuple[str, list[list[Item]], str]] = [
 
 
 @pytest.mark.parametrize(("lists", "text"), [case[1:] for case in DIFFERENCES], ids=[case[0] for case in DIFFERENCES])
-def test_the_first_difference_is_told(lists: list[list[Item]], text: str) -> None:
+def test_the_first_difference_is_told(lists: list[list[Statement]], text: str) -> None:
     difference = first_difference(dict(enumerate(lists)))
     assert difference is not None and difference.text.startswith(text), difference and difference.text
 
@@ -85,35 +85,45 @@ def test_equal_lists_do_not_differ() -> None:
     assert first_difference({3: []}) is None
 
 
-_items = st.lists(
+# A fact has a name: without one a difference is of the statement as a whole.
+_values = st.dictionaries(st.text(min_size=1, max_size=3), st.text(max_size=3), max_size=3)
+_statements = st.lists(
     st.builds(
-        Item,
-        st.sampled_from([UNIT, PARAMETER]),
-        st.text(max_size=3),
-        # A fact has a name: without one a difference is of the item as a whole.
-        st.dictionaries(st.text(min_size=1, max_size=3), st.text(max_size=3), max_size=3).map(
-            lambda facts: dict(sorted(facts.items()))
-        ),
+        stated, st.sampled_from([UNIT, PARAMETER]), st.text(max_size=3), _values.map(lambda v: dict(sorted(v.items())))
     ),
     max_size=5,
-    unique_by=lambda item: (item.kind, item.name),
+    unique_by=lambda statement: statement[:2],
 )
 
 
-@given(_items)
-def test_what_is_printed_is_read_back(items: list[Item]) -> None:
-    assert loads_items(dumps_items(items)) == items
+@given(_statements)
+def test_what_is_printed_is_read_back(statements: list[Statement]) -> None:
+    assert loads(dumps(statements)) == statements
 
 
-@given(st.lists(_items, min_size=1, max_size=4))
+def test_ranks_with_equal_texts_share_what_is_read() -> None:
+    found = read({rank: dumps([A] if rank else [B]) for rank in range(4)})
+    assert found == {0: [B], 1: [A], 2: [A], 3: [A]} and found[1] is found[2] is found[3]
+
+
+@given(st.lists(_statements, min_size=1, max_size=4))
 def test_lists_differ_exactly_when_their_texts_do(lists: Any) -> None:
-    """And each rank is told of once."""
+    """And each rank is told of once. Naively, at the first place where not all are equal: what stands there on some
+    rank is what differs."""
     difference = first_difference(dict(enumerate(lists)))
-    assert (difference is not None) == (len({dumps_items(items) for items in lists}) > 1)
+    assert (difference is not None) == (len({dumps(statements) for statements in lists}) > 1)
     if difference is not None:
         assert sorted(rank for ranks, _ in difference.values for rank in ranks) == list(range(len(lists)))
         assert len(difference.values) > 1
-        assert difference.item.name in difference.text
+        assert difference.statement.name in difference.text
+        at = next(i for i in range(5) if len({tuple(each[i : i + 1]) for each in lists}) > 1)
+        assert difference.statement[:2] in {one[:2] for each in lists for one in each[at : at + 1]}
+        if difference.fact.name not in ("", "order"):
+            like = {
+                rank: [one for one in each if one[:2] == difference.statement[:2]] for rank, each in enumerate(lists)
+            }
+            values = {r: {fact.name: fact.value for fact in one.facts} for r, (one,) in like.items()}
+            assert difference.by_rank == {r: found.get(difference.fact.name, "none") for r, found in values.items()}
 
 
 def test_variants_are_the_majority_first() -> None:

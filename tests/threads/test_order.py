@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from fullshard import full_params, fully_shard
 from fullshard.agree import order
-from fullshard.agree.scripts import Order
+from fullshard.agree.actions import Order
 from fullshard.engine import unit_of
 from fullshard.peers import RanksDisagree, Scope, scope_of
 from tests.harness.behaviours import behaviour

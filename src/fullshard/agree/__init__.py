@@ -2,9 +2,10 @@
 knows it only by `engine/seam.py`.
 
 `companion` (accompanies a root), `structure` (what a root is: units, parameters, initial values, buffers), `order` and
-`scripts` (the order of messages), `step_facts`, `optimizer_facts` and `facts` (what ranks do to shards), `recovery`
-(failures, meetings, steps since a load), `guard` and `guarded_steps` (blocks that complete on all ranks or on none),
-`joined` (ranks with different numbers of batches), `equal_rows` (shards that were drawn with one seed).
+`actions` (the order of messages), `ledger` (what ranks state, and where they differ), `step_facts` and
+`optimizer_facts` (what is entered and when it is compared), `recovery` (failures, meetings, steps since a load),
+`guard` and `guarded_steps` (blocks that complete on all ranks or on none), `joined` (ranks with different numbers of
+batches), `equal_rows` (shards that were drawn with one seed).
 """
 
 from .companion import accompany as accompany

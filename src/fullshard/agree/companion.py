@@ -92,6 +92,8 @@ class Ranks(Connected):
         super().__init__(root, peers, mode)
         self.order = MessageOrder(root.units)
         self.facts = StepFacts(root, peers, compares=mode == "full")
+        # Whether the running outermost forward, or the last one, had gradients.
+        self._with_gradients = True
 
     def forms(self) -> None:
         super().forms()
@@ -112,9 +114,12 @@ class Ranks(Connected):
         if not nested:
             self.facts.forward_begins(trains=trains, records=records)
         self.order.forward_begins(grad=grad)
+        self._with_gradients = grad
 
-    def forward_ends(self) -> None:
+    def forward_ends(self, *, raised: bool = False) -> None:
         self.order.forward_ends()
+        if not raised and not self._with_gradients:
+            self.facts.forward_ends()
 
     def before(self, unit: Unit, kind: str, flags: tuple[str, ...] = ()) -> None:
         layout = ("keep" in flags, *map(attrgetter("trainable"), unit.groups)) if kind == "reduce" else ()

@@ -1,4 +1,4 @@
-"""Describes the steps of an optimizer to the parameters of one root, as one deed per mesh (facts.py).
+"""Describes the steps of an optimizer to the parameters of one root, as one call on each mesh (ledger.py).
 
 Only changes since the previous step are turned into text. Values on a device are not read, to avoid a synchronisation.
 """
@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from .._torch import gradient_versions, versions_of_gradient
-from .facts import STEP, Deed, Fact, digest_of
+from .ledger import STEP, Fact, Statement, called, digest_of
 
 # ---- optimizer facts -------------------------------------------------------------------------------------------------
 
@@ -44,7 +44,7 @@ class _Part:
         self.options: dict[tuple[int, str], Fact] = {}
         self.states = 0
         self.counter: float | None = None
-        self.deed: Deed | None = None
+        self.call: Statement | None = None
         self.made_of: tuple[str, str] | None = None
         # Total version of the gradients, and its text.
         self._written = -1, -1
@@ -101,8 +101,8 @@ class OptimizerFacts:
             for group, known in zip(groups, self._lists, strict=True)
         )
 
-    def stepped(self, optimizer: Optimizer, do: Callable[[Any, Deed], None]) -> None:
-        """The optimizer took a step: call `do(key of a mesh, deed)` for each mesh."""
+    def stepped(self, optimizer: Optimizer, do: Callable[[Any, Statement], None]) -> None:
+        """The optimizer took a step: call `do(key of a mesh, statement)` for each mesh."""
         groups = optimizer.param_groups
         raw = [
             value if isinstance(value, _PLAIN) else _number_of(value)
@@ -121,9 +121,9 @@ class OptimizerFacts:
                 part.states = sum(param in self._state for param in part.params)
         for key, part in self.parts.items():
             made_of = self._state_text(part, replaced), part.written
-            if part.made_of != made_of or part.deed is None:
-                part.made_of, part.deed = made_of, self._deed(part, *made_of)
-            do(key, part.deed)
+            if part.made_of != made_of or part.call is None:
+                part.made_of, part.call = made_of, self._call(part, *made_of)
+            do(key, part.call)
 
     def _note_options(self, groups: Sequence[Mapping[str, Any]], raw: list[Any]) -> None:
         """Some option changed. A learning-rate schedule changes one of many in each step, so only changes are noted."""
@@ -143,7 +143,7 @@ class OptimizerFacts:
                     part.options[position, key] = Fact("optimizer", f"{key} of {of}", text_of(value))
                     part.made_of = None
 
-    def _deed(self, part: _Part, state: str, gradients: str) -> Deed:
+    def _call(self, part: _Part, state: str, gradients: str) -> Statement:
         facts = (
             Fact("optimizer", "class of the optimizer", self._name),
             Fact("parameters", "parameters of the optimizer", part.listed),
@@ -151,7 +151,7 @@ class OptimizerFacts:
             Fact("state", "state of the optimizer", state),
             Fact("gradients", "gradients that the optimizer took", gradients),
         )
-        return Deed(STEP, facts)
+        return called(STEP, facts)
 
     def _state_text(self, part: _Part, replaced: bool) -> str:
         """The size of the optimizer state and the change of its step counter; constant during normal training."""

@@ -1,6 +1,6 @@
 """Compares each message of a root with the order that its ranks agreed on, before it is sent.
 
-`scripts.py` decides which message is expected; this module describes the messages of units and asks the other
+`actions.py` decides which message is expected; this module describes the messages of units and asks the other
 ranks. Each mesh has its own order: the ranks of a pipeline stage or an expert agree among themselves. Roots on one mesh
 share its order, because their messages wait for one another.
 
@@ -26,8 +26,8 @@ from ..engine.names import clean_name, parameter_names
 from ..engine.optimizer_steps import optimizer_steps, tell_each_step
 from ..param import Owner, PendingGrad, claim
 from ..peers import RanksDisagree, Scope, is_current, scope_of
+from .actions import Action, Order, deviation, disagreement, parse_question
 from .recovery import lost_error, steps_taken
-from .scripts import Action, Order, deviation, disagreement, parse_question
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer

@@ -1,10 +1,11 @@
-"""Records operations on the shards of one root and compares them across ranks (facts.py).
+"""Records operations on the shards of one root and compares them across ranks (ledger.py).
 
-    optimizer_stepped, clipped, scaled, hooked, loaded     user operations, recorded as deeds
+    optimizer_stepped, clipped, scaled, hooked, loaded     calls of the user, which are recorded
     carry      the first reduction of a backward, on each mesh: the digest of all recorded facts travels with that
                reduction (comm/comparison.py)
     compare    the end of the backward, before gradients are written: if digests differ, all ranks of the mesh exchange
                their facts and raise `RanksDisagree`
+    forward_ends     of one without gradients: if it sent what nothing foretold (on a device), by 16 bytes
     forward_begins   if no message carries a digest, ranks compare at the first, 2nd, 16th, 128th, ... training forward:
                where all messages are native (`communication="torch"`; also after a load or a change of settings), and
                where nothing that is sharded trains, so that nothing is reduced, but something beside it does (adapters
@@ -16,27 +17,40 @@ result is read one step later, at the same place on all ranks, when its event is
 
 from __future__ import annotations
 
-import json
 import logging
 import threading
 import weakref
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import NamedTuple
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..comm import Comparison, Digits, ReduceChannel
+from ..comm import Comparison, Digits, ReduceChannel, alike
 from ..engine.names import clean_name, first_few, parameter_names
 from ..engine.names_elsewhere import names_elsewhere
 from ..engine.optimizer_steps import tell_optimizer_steps
 from ..engine.unit import AnyRoot, Unit
 from ..peers import RanksDisagree, Scope, is_current, scope_of, shown_ranks
-from .facts import ADVICE, Deed, Fact, Ledger, Sealed, differences, digest_of, first_unlike
+from .actions import Action
+from .ledger import (
+    ADVICE,
+    CALL,
+    Fact,
+    Ledger,
+    Sealed,
+    Statement,
+    called,
+    differences,
+    digest_of,
+    first_unlike,
+    loads,
+    read,
+)
 from .optimizer_facts import OptimizerFacts, listed, text_of
 from .recovery import Peers, steps_taken
-from .scripts import Action
 from .structure import digests_of, replicas_of, unsharded_on
 
 # Values outside of units join the first and second comparison, then at intervals that grow eightfold.
@@ -84,7 +98,9 @@ class _Mesh:
         self.sent: _Sent | None = None
         self.earlier: deque[_Sent] = deque()
         self.looks = _Looks()
-        # Gradients changed by user hooks since the last deed.
+        # Whether messages were sent since the last comparison that nothing foretold (`StepFacts.sent`).
+        self.sends_unforetold = False
+        # Gradients changed by user hooks since the last call.
         self.hooked: list[str] = []
         self.digits: dict[tuple[object, int], Digits] = {}
         # Whether all messages are native ones, which carry no digest; None: settings changed since that was known.
@@ -95,10 +111,10 @@ class _Mesh:
         self.beside: dict[str, Tensor] = {}
 
     def note_hooks(self) -> None:
-        """Record the gradients that hooks changed as one deed."""
+        """Record the gradients that hooks changed as one call."""
         if self.hooked:
             names = f"{', '.join(self.hooked[:4])} ({len(self.hooked)}, {digest_of(chr(10).join(self.hooked)):016x})"
-            self.ledger.do(Deed("hooks", (Fact("hooks", "gradients that hooks changed", names),)))
+            self.ledger.do(called("hooks", [Fact("hooks", "gradients that hooks changed", names)]))
             self.hooked = []
 
     def begin_anew(self) -> None:
@@ -148,7 +164,7 @@ class StepFacts:
             tell_optimizer_steps(self._root.thread, self)
             _by_thread.setdefault(self._root.thread, weakref.WeakSet()).add(self)
 
-    # ---- deeds ---------------------------------------------------------------------------------------------
+    # ---- calls ---------------------------------------------------------------------------------------------
 
     def optimizer_stepped(self, optimizer: Optimizer) -> bool:
         """`optimizer` took a step. Returns whether to report later steps."""
@@ -165,10 +181,10 @@ class StepFacts:
             known.stepped(optimizer, self._do)
         return True
 
-    def _do(self, ranks: tuple[int, ...], deed: Deed) -> None:
+    def _do(self, ranks: tuple[int, ...], call: Statement) -> None:
         mesh = self._meshes[ranks]
         mesh.note_hooks()
-        mesh.ledger.do(deed)
+        mesh.ledger.do(call)
 
     def done_to(self, parameters: Iterable[Tensor], name: str, facts: Sequence[Fact]) -> None:
         """Record the operation `name` on `parameters`, some of which may belong to the root."""
@@ -182,7 +198,7 @@ class StepFacts:
                 self._listed_places.clear()
             self._listed_places[done_to] = {ranks: listed(found) for ranks, found in names.items()}
         for ranks, text in self._listed_places[done_to].items():
-            self._do(ranks, Deed(name, (*facts, Fact(facts[0].kind, f"parameters of {name}", text))))
+            self._do(ranks, called(name, [*facts, Fact(facts[0].kind, f"parameters of {name}", text)]))
 
     def hooked(self, unit: Unit, position: int, name: str) -> None:
         """A user hook changed a parameter or its gradient."""
@@ -197,13 +213,14 @@ class StepFacts:
                 mesh.looks.values_asked = True
                 facts = [Fact("load", "names that load_state_dict loaded", ", ".join(names))]
                 facts += [Fact("load", f"loaded values of {n}", text) for n, text in digests_of(values).items()]
-                mesh.ledger.do(Deed("load_state_dict", tuple(facts)))
+                mesh.ledger.do(called("load_state_dict", facts))
 
     def sent(self, scope: Scope, place: int, action: Action) -> None:
         """A message without a known order is about to be sent on a device: compare it later, without waiting."""
         for mesh in self._meshes.values():
             if mesh.scope is scope:
-                mesh.ledger.do(Deed("a message", (Fact("order", f"message {place}", str(action)),)))
+                mesh.sends_unforetold = True
+                mesh.ledger.do(called("a message", [Fact("order", f"message {place}", str(action))]))
 
     def settings_changed(self) -> None:
         """The user changed a setting of reductions."""
@@ -272,6 +289,15 @@ class StepFacts:
             if mesh.only_native or self._trains_outside(mesh):
                 self._refuse(mesh, mesh.scope, self._seal(mesh).text)
 
+    def forward_ends(self) -> None:
+        """A forward without gradients is over. If it sent what nothing foretold, no reduction will carry that: ranks
+        compare before its outputs are handed over. Raises `RanksDisagree` on all ranks of a mesh."""
+        for mesh in self._meshes.values():
+            if mesh.sends_unforetold and mesh.scope is not None:
+                sealed = self._seal(mesh)
+                if not alike(mesh.scope, f"forward: {sealed.digest:x}"):
+                    self._refuse(mesh, mesh.scope, sealed.text)
+
     def _is_only_native(self, mesh: _Mesh) -> bool:
         return all(unit.channels.strategy == "torch" for unit in mesh.members)
 
@@ -291,11 +317,11 @@ class StepFacts:
         elsewhere = {rank: told for rank, told in answers.items() if not told.startswith("[")}
         if elsewhere:
             raise RanksDisagree(f"expected all ranks to compare facts, found {elsewhere}", by_rank=answers)
-        found = list(differences(answers))
+        found = list(differences(read(answers)))
         for difference in found:
             fact = difference.fact
             # Allowed: names that some ranks do not have, and ignored parameters that differ from the start.
-            some_lack = fact.kind == "outside" and any(value == "none" for value, _ in difference.values)
+            some_lack = fact.kind == "outside" and any(value == "none" for _, value in difference.values)
             if fact.kind == "ignored" or some_lack:
                 mesh.own.add(fact.name)
                 if fact.kind == "ignored" and scope.rank == scope.ranks[0]:
@@ -328,16 +354,17 @@ class StepFacts:
             mesh.epoch = mesh.scope.epoch
             mesh.begin_anew()
         mesh.note_hooks()
+        mesh.sends_unforetold = False
         looks = mesh.looks
         looks.count += 1
         if self._settings_changed:
             self._settings_changed = False
             for each in self._meshes.values():
                 for unit in each.members:
-                    each.ledger.stand(Fact("settings", f"settings of {unit.record.name}", unit.settings.controls.text))
+                    each.ledger.stand(Fact("controls", f"settings of {unit.record.name}", unit.settings.controls.text))
         ending = self._root.run.ending
         if ending.is_manual or mesh.ledger.stands(_FINALIZES):
-            mesh.ledger.stand(Fact("settings", _FINALIZES, str(ending.is_manual)))
+            mesh.ledger.stand(Fact("controls", _FINALIZES, str(ending.is_manual)))
         source = "" if mesh.scope is None else steps_taken(mesh.scope).source
         if source:
             mesh.ledger.stand(Fact("load", "state that was loaded", source))
@@ -373,7 +400,7 @@ class StepFacts:
         if outside:
             meant = self._ignored() if mesh.looks.count == 1 else frozenset()
             facts = [Fact("ignored" if n in meant else "outside", n, text) for n, text in digests_of(outside).items()]
-            mesh.ledger.do(Deed("values outside of units", tuple(facts)))
+            mesh.ledger.do(called("values outside of units", facts))
         replicas = replicas_of(self._units, self._root.units[0].module) if again else {}
         for ranks, shards in replicas.items():
             if set(ranks) <= set(mesh.ranks):
@@ -433,7 +460,9 @@ def _more(count: int) -> str:
 
 def _asked_alone(told: str, asking: Sequence[int], here: int) -> str:
     """The error text of rank `here`, which sends a message while ranks `asking` compare facts."""
-    done = [deed[0] for deed in json.loads(told)[0]] if told.endswith("]") else []
+    done: list[str] = []
+    with suppress(ValueError):  # cut short
+        done = [one.name for one in loads(told) if one.place == CALL]
     return (
         f"calls since the last comparison: expected the same on every rank, found {shown_ranks(asking)} comparing "
         f"facts ({', '.join(done) or 'settings that changed'}) and rank {here} continuing; {ADVICE['calls']}"

@@ -41,11 +41,11 @@ from ..peers import RanksDisagree, Scope, ask, scope_of, shown_ranks, tell, vari
 from ..policy.casting import shown_cast_inputs
 from ..schedule import UnitRecord
 from .equal_rows import warn_of_equal_rows
-from .facts import PARAMETER, SETTINGS, UNIT, Item, dumps_items, first_difference, loads_items
+from .ledger import OPTIONS, PARAMETER, UNIT, Statement, dumps, first_difference, read, stated
 from .recovery import Peers
 
 # ---- describe --------------------------------------------------------------------------------------------------------
-# Describes a root as one list per mesh, which its ranks compare before the first message (facts.py).
+# Describes a root as one list per mesh, which its ranks compare before the first message (ledger.py).
 #
 # Parameters on their own mesh (experts, pipeline stages) are compared among the ranks of that mesh only: other ranks
 # legitimately hold other parameters under other names.
@@ -92,23 +92,24 @@ def mesh_of(unit: Unit) -> DeviceMesh | None:
     return meshes[0] if meshes else None
 
 
-def describe(root: AnyRoot, ranks: tuple[int, ...], mode: str = "full") -> list[Item]:
+def describe(root: AnyRoot, ranks: tuple[int, ...], mode: str = "full") -> list[Statement]:
     """Describe the part of `root` on the mesh of `ranks`: settings, units, then parameters in model order. `mode`: what
     ranks compare."""
     units = root.units
     own = [unit for unit in units if (mesh := mesh_of(unit)) is not None and ranks_of(mesh) == ranks]
     names = parameter_names(units[0].module, units)
-    items = [Item(SETTINGS, "", _settings(root, mode))]
+    statements = [stated(OPTIONS, "", _settings(root, mode))]
     if mode == "off":
-        return items  # compare only the guard mode itself
-    items += [Item(UNIT, unit.record.name, _unit_facts(unit, own)) for unit in own]
+        return statements  # compare only the guard mode itself
+    statements += [stated(UNIT, unit.record.name, _unit_facts(unit, own)) for unit in own]
     for unit in units:
         for group in unit.groups:
             if ranks_of(group.placing.mesh) == ranks:
-                items += [
-                    Item(PARAMETER, names[param], _parameter_facts(unit, group, param, names)) for param in group.params
+                statements += [
+                    stated(PARAMETER, names[param], _parameter_facts(unit, group, param, names))
+                    for param in group.params
                 ]
-    return items
+    return statements
 
 
 def _settings(root: AnyRoot, mode: str) -> dict[str, str]:
@@ -434,21 +435,17 @@ class Agreement:
                 raise
 
     def _refuse_other_structure(self, root: AnyRoot, scope: _OnMesh) -> None:
-        text = dumps_items(describe(root, scope.ranks, self._mode))
+        text = dumps(describe(root, scope.ranks, self._mode))
         digests = ask(scope.scope, "the units and parameters of the model", text)
         if digests is None:
             return
         # One rank per variant sends its description.
         tells = {ranks[0] for ranks in variants(digests).values()}
         told = tell(scope.scope, "units and parameters in full", text if scope.scope.rank in tells else "")
-        items = {digests[rank]: loads_items(told[rank]) for rank in tells}
-        difference = first_difference({rank: items[digest] for rank, digest in digests.items()})
+        texts = {digests[rank]: told[rank] for rank in tells}
+        difference = first_difference(read({rank: texts[digest] for rank, digest in digests.items()}))
         assert difference is not None
-        raise RanksDisagree(
-            difference.text,
-            what=f"{difference.item.name} {difference.fact}".strip(),
-            by_rank={rank: value or "" for ranks, value in difference.values for rank in ranks},
-        )
+        raise RanksDisagree(difference.text, what=difference.what, by_rank=difference.by_rank)
 
     def _differing_buffers(self, scope: _OnMesh) -> list[Drift]:
         return differing(scope.scope, "buffer", buffers_on(self._root.units[0].module, scope.ranks))

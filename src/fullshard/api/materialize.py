@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from ..agree.facts import Item, dumps_items, first_difference, loads_items
+from ..agree.ledger import TENSOR, dumps, first_difference, read, stated
 from ..agree.structure import Drift as Drift
 from ..agree.structure import find_drift as _find_drift
 from ..agree.structure import ranks_of
@@ -144,17 +144,16 @@ def _refuse_other_names(mesh: DeviceMesh, tensors: dict[str, Tensor]) -> None:
     scope = scope_of(ranks_of(mesh))
     if scope is None:
         return
-    items = [
-        Item("tensor", name, {"shape": str(tuple(local.shape)), "dtype": str(local.dtype).removeprefix("torch.")})
+    statements = [
+        stated(TENSOR, name, {"shape": str(tuple(local.shape)), "dtype": str(local.dtype).removeprefix("torch.")})
         for name, tensor in tensors.items()
         for local in (local_data(tensor),)
     ]
-    text = dumps_items(items)
+    text = dumps(statements)
     if ask(scope, "the tensors of sync_module_states", text) is not None:
-        told = tell(scope, "these tensors in full", text)
-        difference = first_difference({rank: loads_items(text) for rank, text in told.items()})
+        difference = first_difference(read(tell(scope, "these tensors in full", text)))
         assert difference is not None
-        raise RanksDisagree(difference.text, what=difference.item.name)
+        raise RanksDisagree(difference.text, what=difference.statement.name)
 
 
 def _refuse_missing(mesh: DeviceMesh, tensors: dict[str, Tensor], source: int) -> None:

@@ -192,7 +192,7 @@ class Root:
         """Report that a forward of `unit` raised."""
         flags = {"in_backward": current_backward() != -1, "nested": nested}
         if not flags["in_backward"] and not nested and self.run.forward_root is unit.record:
-            self.companion.forward_ends()
+            self.companion.forward_ends(raised=True)
             # An evaluation without sharded parameters sends nothing, so no peer waits for it.
             if torch.is_grad_enabled() or any(links.shard.world > 1 for other in self.units for links in other.links):
                 self.companion.failed(sys.exception(), f"the forward of {unit.record.name}")

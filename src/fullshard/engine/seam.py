@@ -74,8 +74,8 @@ class Companion:
     def forward_begins(self, unit: Unit, *, nested: bool) -> None:
         """An outermost forward of `unit` begins. `nested`: another one of the unit is running."""
 
-    def forward_ends(self) -> None:
-        """The outermost forward is over, or raised."""
+    def forward_ends(self, *, raised: bool = False) -> None:
+        """The outermost forward is over; nothing of it was handed over yet."""
 
     def before(self, unit: Unit, kind: str, flags: tuple[str, ...] = ()) -> None:
         """A message of `unit` is about to be sent. `kind`: "unshard", "unshard_secondary" or "reduce"; `flags` of a
