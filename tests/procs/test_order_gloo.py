@@ -17,6 +17,7 @@ import torch.distributed as dist
 import fullshard
 from fullshard import RanksDisagree
 from fullshard.peers import scope_of
+from tests.harness.errors import RanksFailed
 from tests.harness.forked import run_forks
 from tests.threads.test_order import DIVERGENCES, Training, more_evaluation, skipped_unit, step_on_one_rank
 
@@ -109,3 +110,15 @@ def test_equal_units_in_another_order_are_found() -> None:
         "layers.0: expected rank 1 to gather the parameters of layers.1 (float32*24), as in the steps before (as rank "
         "0), found rank 1 about to gather the parameters of layers.0 (float32*24); make all ranks run the same modules"
     )
+
+
+def _of_unequal_sizes(rank: int) -> None:
+    for _ in range(2):  # who receives less may complete the first one
+        dist.all_reduce(torch.ones(60 if rank else 100))
+
+
+@pytest.mark.slow
+def test_gloo_ends_a_process_that_receives_more_than_it_expects() -> None:
+    """Why ranks compare before they send (ADR 0009): no error leads to an exchange of what they did."""
+    with pytest.raises(RanksFailed, match="SIGABRT"):
+        run_forks(2, _of_unequal_sizes, (), 60)

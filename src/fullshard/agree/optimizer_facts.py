@@ -112,7 +112,7 @@ class OptimizerFacts:
         ]
         if raw != self._raw:
             self._note_options(groups, raw)
-        if _changes_nothing(groups):
+        if not changes_parameters(groups):
             return
         replaced = self._state is not optimizer.state
         if replaced or len(optimizer.state) != self._states:
@@ -175,10 +175,10 @@ def _number_of(value: Any) -> Any:
     return value.item() if is_number and value.device.type == "cpu" else text_of(value)
 
 
-def _changes_nothing(groups: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether all learning rates are zero. torch takes such a step to create missing optimizer state when a checkpoint
-    is loaded or saved, possibly on some ranks only."""
-    return all(_is_zero(group.get("lr")) for group in groups)
+def changes_parameters(groups: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether a step of an optimizer with these groups changes parameters. torch creates missing optimizer state by a
+    step with a zero learning rate when a checkpoint is loaded or saved, only on ranks that lack the state."""
+    return not all(_is_zero(group.get("lr")) for group in groups)
 
 
 def _is_zero(rate: object) -> bool:

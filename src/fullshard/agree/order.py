@@ -27,6 +27,7 @@ from ..engine.optimizer_steps import optimizer_steps, tell_each_step
 from ..param import Owner, PendingGrad, claim
 from ..peers import RanksDisagree, Scope, is_current, scope_of
 from .actions import Action, Order, deviation, disagreement, parse_question
+from .optimizer_facts import changes_parameters
 from .recovery import lost_error, steps_taken
 
 if TYPE_CHECKING:
@@ -330,15 +331,6 @@ def note_stepped(scope: Scope, thread: int) -> None:
         steps_taken(scope).count += 1
 
 
-def changes_parameters(optimizer: Optimizer) -> bool:
-    """Whether steps of `optimizer` change parameters. torch creates missing optimizer state by a step with a zero
-    learning rate when a checkpoint is loaded or saved, only on ranks that lack the state."""
-    rates = [group.get("lr") for group in optimizer.param_groups]
-    # Do not read a rate on a device: that would synchronise.
-    known = [rate for rate in rates if not (isinstance(rate, torch.Tensor) and rate.device.type != "cpu")]
-    return len(known) < len(rates) or any(rate is None or float(rate) != 0.0 for rate in known)
-
-
 # ---- full params -----------------------------------------------------------------------------------------------------
 # `full_params` is compared before it is sent, like the messages of a step: one that a rank enters alone
 # raises on all ranks.
@@ -432,6 +424,6 @@ def _optimizer_stepped(optimizer: Optimizer) -> None:
                 scope = reference()
                 if scope is not None and is_current(scope.watch):
                     scopes[scope] = None
-    if scopes and changes_parameters(optimizer):
+    if scopes and changes_parameters(optimizer.param_groups):
         for scope in scopes:
             note_stepped(scope, thread)
