@@ -105,6 +105,11 @@ def test_a_grid_covers_and_a_changed_one_does_not(rows: int, columns: int, which
     assert "overlap" in (coverage_problem((6, 7), [*grid, grid[0]]) or "") or not grid[0].numel
 
 
+def test_parts_that_overlap_do_not_make_up_for_a_gap() -> None:
+    """As many elements as the tensor has."""
+    assert "overlap" in (coverage_problem((4,), [Box((0,), (2,)), Box((1,), (2,))]) or "")
+
+
 def test_a_tensor_without_dims_or_elements() -> None:
     assert coverage_problem((), [whole(())]) is None
     assert "1 of 1" in (coverage_problem((), []) or "")
