@@ -307,7 +307,7 @@ def unsharded_elsewhere(do: Program) -> None:
                 do.unit(2).unshard()  # type: ignore[operator]
             handle.wait()
         # The checks of first forwards wait on the host, which orders more than the engine does.
-        with mock.patch("fullshard.engine.hooks.state_before", lambda unit, sums: None):
+        with mock.patch("fullshard.engine.seal.Seal.before_forward", lambda self, sums: None):
             do.loss(step).backward()
         do.step()
         with on(new()):

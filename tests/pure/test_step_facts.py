@@ -63,7 +63,7 @@ class _Unit:
         self.channels = SimpleNamespace(strategy="torch")
         self.record = SimpleNamespace(name="layers.0")
         self.settings = SimpleNamespace(controls=controls)
-        self.staleness = SimpleNamespace(versions=[])
+        self.seal = SimpleNamespace(versions=[])
         self.groups = [None]
 
 
@@ -166,12 +166,12 @@ def test_settings_are_told_when_they_changed(made: Made) -> None:
 def test_the_source_of_a_load_and_writes_since_are_facts(made: Made) -> None:
     writes = "times that parameters of layers.0 were written"
     steps_taken(made.scope).source = "the checkpoint of save 7"  # type: ignore[arg-type]
-    made.unit.staleness.versions = [(0,), (3,)]
+    made.unit.seal.versions = [(3,)]
     said = made.seal()
     assert said["state that was loaded"] == "the checkpoint of save 7" and said[writes] == "counted from here"
     found = []
     for versions in (5, 7, 12):
-        made.unit.staleness.versions = [(0,), (versions,)]
+        made.unit.seal.versions = [(versions,)]
         found.append(made.seal()[writes])
     # However often a step writes: that it is the same each time is what counts.
     assert found == ["counted from here", "as often as before", "3 times more often than before"]

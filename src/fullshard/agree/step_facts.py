@@ -382,10 +382,10 @@ class StepFacts:
         failure only some ranks had made the last comparison, so counting restarts.
         """
         for unit, positions in mesh.members.items():
-            versions = unit.staleness.versions
-            if len(versions) != len(unit.groups) + 1:
+            versions = unit.seal.versions
+            if len(versions) != len(unit.groups):
                 continue
-            written = sum([sum(versions[position + 1]) for position in positions])
+            written = sum([sum(versions[position]) for position in positions])
             before, mesh.looks.written[unit] = mesh.looks.written.get(unit), written
             if before is None:
                 value = "counted from here"

@@ -16,13 +16,11 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from .._torch import (
     base_of,
     current_backward,
-    in_transform,
     internal_to_checkpoints,
     keeps_graph,
     pop_saved_tensor_hooks,
@@ -35,9 +33,8 @@ from .._torch import (
     version_of,
 )
 from .._torch.modules import outside_graphs
-from ..param import ExtensionGroup, ShardedParam, holds_bits
 from ..schedule import Full, Phase, Use
-from .unit import Unit, sum_of_bits
+from .unit import Unit
 
 # ---- running ---------------------------------------------------------------------------------------------------------
 # A unit and one of its uses, if that is known.
@@ -121,8 +118,6 @@ class _End:
 
 
 # ---- reads -----------------------------------------------------------------------------------------------------------
-# Detects unusual access to full parameters: reads in backward before any output gradient, and writes in forward.
-
 # Unshards weights that backward reads before a gradient reaches any output of the unit.
 #
 # Usually backward first brings a gradient to an output of the unit, and a hook there unshards it in time. Some valid
@@ -239,73 +234,3 @@ class SavedTensorHooks:
                 assert needed is not None
                 needed(unit)
         return saved.tensor
-
-
-# ---- writes ----------------------------------------------------------------------------------------------------------
-# Writes to full parameters inside a forward raise: they do not reach the shards and would be lost.
-#
-# Two checks per parameter:
-#
-#     versions     in every forward: writes through the parameter and its views (`add_`, `clamp_` under no_grad)
-#     bit sums     in the first forward of a unit, in every one with FULLSHARD_CHECK=1: also writes through `.data`,
-#                  which no version counts. Misses permuted values, and writes through `.data` that begin later
-#
-# Not checked where full parameters are the shards (one rank, one dtype): there a write persists.
-
-State = tuple[list[int], list[int] | None]
-
-
-def state_before(unit: Unit, *, sums: bool) -> State | None:
-    """The state of the full parameters when a forward begins; None if they need no check."""
-    if not unit.releases:
-        return None
-    return _versions(unit), _sums(unit) if sums and not in_transform() else None
-
-
-def refuse_writes(unit: Unit, before: State) -> None:
-    """Raise `RuntimeError` if the forward that began with `before` wrote to a full parameter."""
-    versions, sums = before
-    now = _versions(unit)
-    if now == versions and sums is None:
-        return
-    written = [a != b for a, b in zip(versions, now, strict=True)]
-    if sums is not None and not in_transform():
-        written = [was or a != b for was, a, b in zip(written, sums, _sums(unit), strict=True)]
-    params = [param for param, was in zip(_params(unit), written, strict=True) if was]
-    if params:
-        remedy = (
-            "write the sharded parameter between steps, or under fullshard.full_params(model, writeback=True), or keep "
-            "state that forward changes in a buffer"
-        )
-        if holds_bits(params[0].sharded):
-            remedy = (
-                "bitsandbytes packs 4-bit weights anew in eval() on this CPU: call model.train() to train, or set "
-                "support_avx512bf16_for_cpu = False on each Linear4bit before its first forward"
-            )
-        raise RuntimeError(
-            f"{unit.record.name}: expected a forward that only reads its parameters, found "
-            f"{', '.join(param.name for param in params)} written: a full parameter is a gathered copy, and the write "
-            f"is lost when it is freed; {remedy}"
-        )
-
-
-def _params(unit: Unit) -> list[ShardedParam]:
-    return [param for group in unit.groups if not group.shares_memory for param in group.params]
-
-
-def _versions(unit: Unit) -> list[int]:
-    versions: list[int] = []
-    try:
-        for group in unit.groups:
-            if not group.shares_memory:
-                versions += map(version_of, group.fulls)
-    except RuntimeError:  # inference tensors have no version
-        fulls = [param.full for param in _params(unit)]
-        return [0 if full.is_inference() else version_of(full) for full in fulls]
-    return versions
-
-
-def _sums(unit: Unit) -> list[int]:
-    extended = {id(p) for group in unit.groups if isinstance(group, ExtensionGroup) for p in group.params}
-    with torch.no_grad():
-        return [0 if id(param) in extended else sum_of_bits(param.full) for param in _params(unit)]

@@ -152,10 +152,10 @@ class SecondaryShards:
         for part in self.kept:
             part.show_shards()
 
-    def is_aliased(self) -> bool:
-        """`ParamGroup.is_aliased` for all groups, while kept parts or shards are on the modules."""
+    def is_whole(self) -> bool:
+        """Whether users hold our memory (`ParamGroup.look`), and kept parts or shards are on the modules."""
         pairs = zip(self._groups, self.parts, strict=True)
-        return all(group.is_aliased() if part is None else part.is_aliased() for group, part in pairs)
+        return all(group.look()[0] if part is None else part.is_whole() for group, part in pairs)
 
 
 # ---- channels of a unit ----------------------------------------------------------------------------------------------

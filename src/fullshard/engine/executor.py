@@ -260,9 +260,10 @@ class Executor:
     # ---- full parameters -----------------------------------------------------------------------------------
 
     def _unshard(self, unit: Unit) -> None:
-        unit.repair()
-        assert unit.root is not None
-        unit.staleness.note(unit.root.thread)
+        thread = self.stepping.thread
+        if not unit.seal.take(thread):
+            unit.repair()
+            unit.seal.take(thread)
         self._companion.before(unit, "unshard")
         unit.channels.arriving = unit.channels.gathers
         for channel in unit.channels.gathers:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from .._torch import current_backward, dtensor_like, local_of
+from .._torch import current_backward, dtensor_like, local_of, version_of
 from ..comm import whole_of
 from ..param import ShardedParam, full_of, local_part
 from ..schedule import Phase
@@ -130,7 +130,7 @@ class OpenUnit:
                 note_lent(self.unit, self.unit.params, [parameter for made in self._full for parameter in made])
 
     def _shard_versions(self) -> list[tuple[int, ...]]:
-        return [group.versions()[1] for group in self.unit.groups]
+        return [(version_of(param.sharded), version_of(param.local)) for param in self.unit.params]
 
 
 # The full parameters that `full_params` put on the modules of a unit, if it did.

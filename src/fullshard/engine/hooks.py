@@ -28,10 +28,10 @@ from .._torch.modules import call, outside_graphs, runs_last
 from ..policy.casting import chosen
 from ..schedule import Use
 from .arguments import Arguments, cast_outputs, tensors_requiring_grad
-from .backward import State, refuse_writes, state_before
 from .full_params import opened_of
 from .mixed_operations import note_shards_read
 from .root import Root, formed, module_units, root_of
+from .seal import State
 from .unit import Unit
 
 # ---- hooks -----------------------------------------------------------------------------------------------------------
@@ -175,7 +175,7 @@ class UnitHooks:
             watched = root.reads.begin(unit)
         before = None
         if own_use and not nested:
-            before = state_before(unit, sums=self._first or root.options.check)
+            before = unit.seal.before_forward(sums=self._first or root.options.check)
             self._first = False
         self._running.append(_Running(sys.exception(), own_use, nested, method, watched, inputs, before, arguments))
         return args, kwargs
@@ -203,7 +203,7 @@ class UnitHooks:
                 raise
         if running.before is not None:
             try:
-                refuse_writes(unit, running.before)
+                unit.seal.refuse_writes(running.before)
             except RuntimeError:
                 root.forward_failed(unit, nested=running.nested)
                 raise

@@ -160,7 +160,7 @@ class Root:
         if self.run.order and record.index == 0 and not in_backward and not nested:
             self._expect_reads_again()
         repeated = in_backward and record.in_backward
-        stale = record.full is not Full.SHARDED and not nested and unit.is_stale()
+        stale = record.full is not Full.SHARDED and not nested and unit.seal.is_broken(self.thread)
         commands = rules.pre_forward(run, record, in_backward=in_backward, nested=nested, stale=stale)
         self._do("pre_forward", record, commands, in_backward=in_backward, nested=nested, stale=stale)
         return not repeated, nested
@@ -382,7 +382,7 @@ class Root:
             self._meets()
             if self.stream is not None and self.run.forward_root is None:
                 self.stream.begins(unit.holds_memory() for unit in self.units)
-        stale = unit.record.full is not Full.SHARDED and unit.is_stale()
+        stale = unit.record.full is not Full.SHARDED and unit.seal.is_broken(self.thread)
         commands = rules.unshard(self.run, unit.record, stale=stale)
         self._do("unshard", unit.record, commands, stale=stale)
 

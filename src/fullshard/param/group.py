@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from typing import NamedTuple
 
 import torch
@@ -48,6 +48,8 @@ from .swap import Found, OwnedMemory, SharedMemory, Swap
 # ---- group -----------------------------------------------------------------------------------------------------------
 
 _requires_grad = operator.attrgetter("requires_grad")
+_gradient = operator.attrgetter("grad")
+_has_no_gradient = partial(operator.is_, None)
 _marks = operator.attrgetter("__dict__")
 _has_no_methods = frozenset(GATHER_METHODS).isdisjoint
 
@@ -251,21 +253,33 @@ class ParamGroup:
 
     # ---- alias repair --------------------------------------------------------------------------------------
 
-    def is_aliased(self, *, showing_full: bool = False, standing: Sequence[nn.Parameter] | None = None) -> bool:
-        """Whether users still hold the memory of `flat`, without gather methods of its own (`extension.set_apart`), and
-        our parameters are still on the modules.
+    def look(self, standing: Sequence[nn.Parameter] | None = None) -> tuple[bool, bool, tuple[int, ...]]:
+        """What the shards are now; asked at each all-gather, so without Python per parameter.
 
-        `to_empty`, `load_state_dict(assign=True)` and swapped parameters break this. `standing`: the parameters that we
-        put there, one per slot, if they are neither the shards nor the full parameters."""
-        if standing is None:
-            standing = self.swap.fulls if showing_full else self.swap.shards
-        # No Python per parameter: this is asked at each all-gather.
+        Returns whether users still hold the memory of `flat`, without gather methods of its own
+        (`extension.set_apart`), and our parameters are still on the modules; whether an optimizer may write the shards,
+        which skips frozen parameters without a gradient left; and versions, which change when a shard is written
+        through the DTensor or its local tensor (not through .data).
+
+        `to_empty`, `load_state_dict(assign=True)` and swapped parameters break the first. `standing`: the parameters
+        that we put on the modules, one per slot, if they are not the shards. Raises as `refuse_ignored` does."""
         shards = self._shards
-        return (
-            all(map(operator.is_, map(local_of, shards.parameters), shards.locals))
-            and all(map(operator.is_, self.swap.registered(), standing))
+        if not (
+            all(map(_has_no_methods, map(_marks, shards.parameters)))
+            and all(map(operator.is_, map(Tensor.untyped_storage, shards.parameters), shards.storages))
+        ):
+            self.refuse_ignored()
+            shards = self._shards
+        parameters = shards.parameters
+        ours = (
+            all(map(operator.is_, map(local_of, parameters), shards.locals))
+            and all(map(operator.is_, self.swap.registered(), self.swap.shards if standing is None else standing))
             and all(map(_has_no_methods, map(_marks, shards.plain)))
         )
+        may_be_stepped = any(map(_requires_grad, parameters)) or not all(
+            map(_has_no_gradient, map(_gradient, parameters))
+        )
+        return ours, may_be_stepped, (*map(version_of, parameters), *map(version_of, shards.locals))
 
     def refuse_ignored(self) -> None:
         """Raise `RuntimeError` for what torch allows on a sharded parameter and never looks at: gather methods, and a
@@ -425,13 +439,6 @@ class ParamGroup:
         """Put the sharded parameters on the modules, whatever is there now."""
         self.swap.put(self.swap.shards)
 
-    def versions(self) -> tuple[bool, tuple[int, ...]]:
-        """A value that changes when a shard is written through the DTensor or its local tensor (not through .data);
-        before it, whether an optimizer may write them, which skips frozen parameters without a gradient left."""
-        shards = self._shards.parameters
-        may_be_stepped = any(map(_requires_grad, shards)) or any(shard.grad is not None for shard in shards)
-        return may_be_stepped, (*map(version_of, shards), *map(version_of, self._shards.locals))
-
 
 class DtypeChanged(Exception):
     """The parameters changed their storage dtype: the group has to be remade."""
@@ -519,6 +526,6 @@ class SecondaryGroup:
         """Put the sharded parameters back in place of the kept parts."""
         self._group.swap.replace(self._slot_params, self._group.swap.shards)
 
-    def is_aliased(self) -> bool:
-        """As `ParamGroup.is_aliased`, while kept parts or shards are on the modules."""
-        return self._group.is_aliased(standing=self._slot_params) or self._group.is_aliased()
+    def is_whole(self) -> bool:
+        """Whether users hold our memory (`ParamGroup.look`), and kept parts or shards are on the modules."""
+        return self._group.look(self._slot_params)[0] or self._group.look()[0]
