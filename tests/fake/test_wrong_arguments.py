@@ -121,6 +121,7 @@ SAVING = {
     "no_dist": FLAG,
     "take_first": _is((), "list"),
     "metrics": _is(None, "None dict"),
+    "base": _is(None, "None text"),
 }
 ASYNC = {"staging_nbytes": _is(None, BYTES), "queue": _is(False, "True")}
 

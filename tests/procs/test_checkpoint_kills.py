@@ -202,3 +202,43 @@ def test_a_removal_killed_before_an_operation(every: int, tmp_path: Path) -> Non
             assert one.whole and version_of(one.path) == one.step
         checkpoint.retain(folder, keep_last=1)
         assert os.listdir(folder) == ["step-2"] and version_of(folder / "step-2") == 2
+
+
+def _frozen(version: int) -> Any:
+    model = torch.nn.Sequential(torch.nn.Linear(512, 512, bias=False), torch.nn.Linear(7, 1, bias=False))
+    model[0].requires_grad_(False)
+    with torch.no_grad():
+        model[0].weight.fill_(1)
+        model[1].weight.fill_(version)
+    return {"model": model, "step": version}
+
+
+def _linking(folder: Path) -> Any:
+    def fn(rank: int) -> None:
+        checkpoint.save(_frozen(2), checkpoint_id=folder / "2", base=folder / "1")
+
+    return fn
+
+
+@pytest.mark.parametrize("every", [7, pytest.param(1, marks=pytest.mark.slow)])
+def test_a_save_that_links_killed_before_an_operation(every: int, tmp_path: Path) -> None:
+    """The base stays whole, and the new one is whole or absent; also when the base goes afterwards."""
+    before, folder = tmp_path / "before", tmp_path / "c"
+    checkpoint.save(_frozen(1), checkpoint_id=before / "1")
+    shutil.copytree(before, folder)
+    (count,) = operations(1, _linking(folder))
+    assert count > 16
+    found = []
+    for number in range(0, count, every):
+        shutil.rmtree(folder)
+        shutil.copytree(before, folder)
+        assert run_killed(1, _linking(folder), Kill(0, before=number)) == [-signal.SIGKILL]
+        checkpoint.verify(folder / "1")
+        found.append(checkpoint.is_complete(folder / "2"))
+        checkpoint.save(_frozen(3), checkpoint_id=folder / "2", base=folder / "1")
+        shutil.rmtree(folder / "1")
+        checkpoint.verify(folder / "2")
+        state = _frozen(0)
+        checkpoint.load(state, checkpoint_id=folder / "2")
+        assert state["model"][1].weight.eq(3).all() and state["model"][0].weight.eq(1).all()
+    assert not found[0] and found == sorted(found)

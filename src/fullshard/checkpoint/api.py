@@ -54,6 +54,7 @@ def save(
     no_dist: bool = False,
     take_first: Sequence[str] = (),
     metrics: Mapping[str, float] | None = None,
+    base: Location | None = None,
 ) -> str:
     """Save `state_dict` to the shared directory `checkpoint_id`; every rank of `process_group` calls it.
 
@@ -64,7 +65,8 @@ def save(
     passes over them, and `fullshard checkpoint export --to hf` writes them. `no_dist`: this process alone, whatever
     groups exist. `take_first`: key patterns (* matches anything) for which the lowest rank's state is saved if ranks
     differ. `metrics`: numbers by name, of which those of the first rank are recorded, for `retain` and
-    `list_checkpoints`.
+    `list_checkpoints`. `base`: an earlier checkpoint, whose files of frozen parameters are linked instead of written
+    where they have the same bytes; afterwards either can be deleted.
 
     Returns the directory of the new generation. An existing checkpoint is replaced atomically at the end; until then,
     and after any error, it is unchanged. Raises on all ranks: `CheckpointMismatch` for state that cannot be saved or
@@ -72,12 +74,13 @@ def save(
     the file system, or if a host does not see the directory of the first rank.
     """
     path, first, numbers = _location(checkpoint_id), tuple(expect_keys("take_first", take_first)), _numbers(metrics)
+    earlier = None if base is None else _location(base, "base")
     expect_dict("state_dict", state_dict)
     found = _messenger(process_group, no_dist)
     background(found).settle(found, f"saving {path}")
     with found.telling(f"saving {path}"):
         taken = _taken(flatten(state_dict), found, numbers)
-    return SaveJob(path, found, first).run(taken)
+    return SaveJob(path, found, first, earlier).run(taken)
 
 
 def async_save(
@@ -88,6 +91,7 @@ def async_save(
     no_dist: bool = False,
     take_first: Sequence[str] = (),
     metrics: Mapping[str, float] | None = None,
+    base: Location | None = None,
     staging_nbytes: int | None = None,
     queue: bool = False,
 ) -> SaveFuture:
@@ -105,6 +109,7 @@ def async_save(
         process group has no connections of its own (backends of tests) it has no effect.
     """
     path, first, numbers = _location(checkpoint_id), tuple(expect_keys("take_first", take_first)), _numbers(metrics)
+    earlier = None if base is None else _location(base, "base")
     expect_dict("state_dict", state_dict)
     bound = None if staging_nbytes is None else expect_whole("staging_nbytes", staging_nbytes, 0)
     found = _messenger(process_group, no_dist)
@@ -113,7 +118,7 @@ def async_save(
     return background(found).start(
         state_dict,
         lambda tree: _taken(tree, found, numbers),
-        SaveJob(path, found, first),
+        SaveJob(path, found, first, earlier),
         staging_nbytes=bound,
         calls=calls,
     )

@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -29,8 +30,10 @@ from .directory import Saving
 from .errors import CheckpointMismatch
 from .files import Folder, doing
 from .hosts import check as check_hosts
+from .linking import generation_of, opened, take_over
 from .manifest import BLOCK_NBYTES, FileEntry, Json, ValueEntry, data_name, decode, encode
 from .plan import FLATTENED, MODULUS, KeyPath, key_of, together, whole
+from .retention import using
 from .rules import Rule
 from .save_plan import (
     REMEDY,
@@ -46,13 +49,15 @@ from .save_plan import (
     plan_of,
     share_of,
 )
-from .staging import Staging, StagingMemory
+from .staging import Live, Named, Staging, StagingMemory
 from .state import Part, Tree, bytes_of, named_tensors, on_host, part_of
 from .wrapped import Kinds, Saved, is_wrapper, saved
 from .writing import commit, spare_cores, write_file
 
 # Of a data file, from its writer to the first rank: rank, volume, bytes of header, table and all, digest of the table.
 _RECORD = struct.Struct("<IIIIQ32s")
+# Frozen parameters of fewer bytes, all together, are stored with the others.
+_APART_NBYTES = 1 << 20
 # Plans that a process group keeps, for layouts that take turns.
 _KEPT = 4
 
@@ -97,7 +102,18 @@ def snapshot(tree: Tree, *, companions: bool = False) -> Snapshot:
         if stored and isinstance(owner, torch.nn.Module):
             tied: KeyPath = (ROOM, *path, TIED)
             values[key_of(tied)] = (tied, encode(tied_names(named_tensors(owner), owner)))
-    return Snapshot(parts, values, problems)
+    return Snapshot(parts, values, problems, _apart(tree))
+
+
+def _apart(tree: Tree) -> frozenset[str]:
+    """Keys of the frozen parameters of its models, if they are worth files of their own."""
+    found: dict[str, int] = {}
+    for path, owner in tree.owners:
+        if isinstance(owner, torch.nn.Module) and not all(each.requires_grad for each in owner.parameters()):
+            for name, value in named_tensors(owner).items():
+                if isinstance(value, torch.nn.Parameter) and not value.requires_grad:
+                    found[key_of((*path, name))] = value.numel() * value.element_size()
+    return frozenset(found if sum(found.values()) >= _APART_NBYTES else ())
 
 
 def stored_part(data: bytes) -> Part:
@@ -109,9 +125,11 @@ def stored_part(data: bytes) -> Part:
 class SaveJob:
     """One save on one rank. All ranks of `messenger` call `run`."""
 
-    def __init__(self, path: str, messenger: Messenger, take_first: Sequence[str]) -> None:
+    def __init__(self, path: str, messenger: Messenger, take_first: Sequence[str], base: str | None = None) -> None:
         self.path, self.messenger, self.take_first = os.path.abspath(path), messenger, tuple(take_first)
         self.what = f"saving {self.path}"
+        # A checkpoint whose files may be linked.
+        self.base = base
         # Of a save in the background.
         self.staging: Staging | None = None
         # On the first rank, from the plan until the end.
@@ -122,7 +140,10 @@ class SaveJob:
     def run(self, mine: Snapshot) -> str:
         """Write and commit the checkpoint; returns the path of its generation. On an error nothing has changed."""
         self._mine = mine
-        try:
+        with contextlib.ExitStack() as stack:
+            if self.base is not None:
+                stack.enter_context(using(self.base))
+            stack.callback(self._end)
             begun = agree(self.messenger, self.what, self._claim, self._begin_or_ask)
             if "ask" in begun:
                 begun = agree(self.messenger, self.what, self._declared.message, self._merge)
@@ -130,10 +151,11 @@ class SaveJob:
             done = agree(self.messenger, self.what, lambda: self._write(begun), self._commit)
             if "differ" in done:
                 self._name_differences()
-        finally:
-            if self._saving is not None:
-                self._saving.end()
         return str(done["path"])
+
+    def _end(self) -> None:
+        if self._saving is not None:
+            self._saving.end()
 
     # ---- the plan ------------------------------------------------------------------------------------------
 
@@ -167,11 +189,18 @@ class SaveJob:
 
     def _begin(self, plan: Plan) -> Message:
         """On the first rank, which knows what will be written."""
+        base = {} if self.base is None else {"base": generation_of(self.base)}
         saving = self._saving = Saving.begin(self.path, uuid.uuid4().hex)
         # Files of other ranks are about as large as those of this one.
         largest = share_of(plan, self._own, self.messenger.rank).largest_file
-        saving.prove_room(plan.nbytes, len(plan.files), largest, max(plan.files, key=len, default=data_name(0, 0)))
-        return {"save_id": saving.save_id, "folder": saving.name}
+        nbytes, names = plan.nbytes, plan.files
+        if base:
+            apart = [plan.entries[key] for key in self._mine.apart if key in plan.entries]
+            nbytes -= sum(entry.nbytes for entry in apart)
+            volumes = {entry.volume for entry in apart}
+            names = names - {data_name(rank, volume) for volume in volumes for rank in range(self.messenger.world)}
+        saving.prove_room(nbytes, len(names), largest, max(plan.files, key=len, default=data_name(0, 0)))
+        return {"save_id": saving.save_id, "folder": saving.name, **base}
 
     # ---- the files -----------------------------------------------------------------------------------------
 
@@ -198,15 +227,7 @@ class SaveJob:
             name = data_name(rank, volume)
             with doing(f"writing {self.path}/{begun['folder']}/{name}"), Folder.open(self.path) as folder:
                 with folder.sub(begun["folder"]) as saving:
-                    entry, crcs = write_file(
-                        saving,
-                        name,
-                        [share.place[i] for i in indices],
-                        lambda i, indices=indices: _bytes_of_part(parts[indices[i]][1]),  # type: ignore[misc]
-                        begun["save_id"],
-                        spare_cores(self.messenger.world),
-                        lambda i, indices=indices: staging.live.read(indices[i]),  # type: ignore[misc]
-                    )
+                    entry, crcs = self._file(saving, name, indices, parts, begun, staging.live)
             self._crcs.update(zip(indices, crcs, strict=True))
             records.append(_record(rank, volume, entry))
             written += entry.data_nbytes
@@ -216,6 +237,27 @@ class SaveJob:
             for place, indices in share.replicated.items()
         )
         return Said({"values": self._sent()}, (written, unequal % MODULUS), b"".join(records))
+
+    def _file(
+        self, into: Folder, name: str, indices: Sequence[int], parts: Sequence[Named], begun: Message, live: Live
+    ) -> tuple[FileEntry, list[tuple[int, ...]]]:
+        """One data file: a link to that of the base where it is the same, else written."""
+        places = [self._share.place[i] for i in indices]
+
+        def data(i: int) -> memoryview:
+            return _bytes_of_part(parts[indices[i]][1])
+
+        def read(i: int) -> None:
+            live.read(indices[i])
+
+        if self.base is not None and places[0].key in self._mine.apart:
+            with opened(self.base, begun["base"]) as base:
+                linked = None if base is None else take_over(base, into, name, places, data)
+            if linked is not None:
+                for i in range(len(indices)):
+                    read(i)
+                return linked
+        return write_file(into, name, places, data, begun["save_id"], spare_cores(self.messenger.world), read)
 
     def _holders(self, place: tuple[int, int]) -> tuple[int, ...]:
         """The ranks that hold a part of tensors of one rule."""
