@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import fullshard
-from fullshard.comm import HostLink
+from fullshard.comm import HostLink, Landing
 from fullshard.comm.group import message_device
 from fullshard.comm.offload import land
 from fullshard.engine import unit_of
@@ -243,3 +243,18 @@ def test_scalars_go_by_way_of_the_device_of_the_group() -> None:
     assert message_device("cpu:gloo,cuda:nccl", cpu) is None
     assert message_device("cpu:gloo,cuda:gloo", cuda) is None
     assert message_device("threaded", cpu) is None
+
+
+def test_a_second_result_of_one_backward_waits_for_the_first() -> None:
+    """A unit whose gradients are reduced twice: the host adds the two, so both must have landed."""
+    link = HostLink(torch.device("cpu"), pin=False)
+    landing, finished = Landing(link), []
+    for part in (1.0, 2.0):
+        (landed,) = landing([torch.full((3,), part)])
+        assert landed is not None and landed.eq(part).all()
+        finished.append(link.round)
+    assert finished == [0, 1]
+    # In the next backward it is again the first.
+    link.finish()
+    landing([torch.ones(3)])
+    assert link.round == 2

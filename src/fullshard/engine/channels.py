@@ -172,7 +172,7 @@ class UnitChannels:
     ) -> None:
         self._groups, self._device, self._host_link = groups, device, host_link
         # The communication strategy, by the options and the unit's controls: resolved here alone (`Unit.resolve`, and
-        # once its root formed `Root.settle_links`).
+        # once its root formed `Root._locate`).
         self.strategy = strategy
         self._pool: BufferPool | None = None
         self._factory: Channels | None = None

@@ -332,7 +332,7 @@ class Unit:
         self._make_channels()
 
     def resolve(self, controls: Controls, options: Options) -> None:
-        """Choose the strategy. Before the root forms; afterwards it chooses (`Root.settle_links`)."""
+        """Choose the strategy. Before the root forms; afterwards it chooses (`Root._locate`)."""
         self.channels.strategy = strategy = controls.strategy(options.communication)
         self.links = [links.under(strategy) for links in self.links]
 
