@@ -103,7 +103,7 @@ def known(*actions: Action) -> Order:
         for action in (START, *actions):
             if not order.follows(action):
                 order.enter(action)
-    assert order.follows(START) and order.expected == actions[0]
+    assert order.follows(START) and order.expected() == actions[0]
     return order
 
 
@@ -134,6 +134,25 @@ def test_on_a_device_what_no_rank_knows_is_compared_later(scope: Any) -> None:
     order, later = Order(), list[Any]()
     _compare(scope, order, GATHER, later=lambda scope, place, action: later.append((place, action)))
     assert later == [(0, GATHER)] and order.place == 1 and not scope.questions and not scope.compared
+
+
+def test_what_is_in_doubt_is_compared_by_a_small_message_or_only_where_a_rank_leaves_it(scope: Any) -> None:
+    """With a question for each, evaluations on a device would cost the store more than they do."""
+
+    def doubtful() -> Order:
+        order = known(GATHER)
+        order.enter(GATHER._replace(unit=2))
+        assert not order.follows(START)
+        order.enter(START)
+        assert order.expected() is None and order.expected(doubts=False) == GATHER._replace(unit=2)
+        return order
+
+    _compare(scope, doubtful(), GATHER)
+    assert len(scope.compared) == 1 and not scope.questions
+    later: list[object] = []
+    for way in ({"in_band": False}, {"later": lambda *args: later.append(args)}):
+        _compare(scope, doubtful(), GATHER, **way)  # type: ignore[arg-type]
+    assert len(scope.compared) == 1 and len(scope.questions) == 2 and not later
 
 
 # ---- a root ----------------------------------------------------------------------------------------------------------

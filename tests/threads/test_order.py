@@ -246,7 +246,7 @@ def test_gradients_of_equal_sizes_are_not_mixed(monkeypatch: pytest.MonkeyPatch)
 
 
 def ask_always(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Order, "follows", lambda self, action: False)
+    monkeypatch.setattr(Order, "follows", lambda self, action, doubts=True: False)
 
 
 class Asked:

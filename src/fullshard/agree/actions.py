@@ -12,7 +12,8 @@ than it expects, gloo ends its process.
 
 An expected action is sent without a comparison: a program that repeats itself costs nothing. A rank that deviates must
 ask through the store, because the others may wait for its message. If nothing is expected, nothing is expected on any
-rank, so all compare their next action by a small message (`Order.expected` is None).
+rank, so all compare their next action by a small message; so they do where what is expected is in doubt, because a
+question would cost the store more.
 """
 
 from __future__ import annotations
@@ -107,7 +108,7 @@ class Order:
             order.enter(action)
 
     What is kept is a tree: what followed which actions since the last start, and what did the last time. A place where
-    the program went another way the last time but one has no expected action until it repeats itself there.
+    the program last went another way than before is in doubt until it repeats itself there.
     `limit`: how many actions are kept. Beyond it all are dropped, on all ranks at the same place.
     """
 
@@ -115,25 +116,25 @@ class Order:
         # The number of actions so far.
         self.place = 0
         self._limit = limit
-        # Nodes of the tree are numbers. By node: the last action after it, the node that this led to, and whether it is
-        # expected again. By node and action: the node after both; a start leads to the same node from everywhere.
+        # Nodes of the tree are numbers. By node: the last action after it, the node that this led to, and whether that
+        # is beyond doubt. By node and action: the node after both; a start leads to the same node from everywhere.
         self._here = self._nodes = 0
         self._last: dict[int, tuple[Action, int, bool]] = {}
         self._after: dict[tuple[int, Action], int] = {}
 
-    @property
-    def expected(self) -> Action | None:
-        """The action that needs no question; None: every action needs one, on all ranks."""
+    def expected(self, *, doubts: bool = True) -> Action | None:
+        """The action that needs no question; None: every action needs one, on all ranks. `doubts`: nothing is expected
+        where that is in doubt."""
         last = self._last.get(self._here)
-        return last[0] if last is not None and last[2] else None
+        return last[0] if last is not None and (last[2] or not doubts) else None
 
-    def follows(self, action: Action) -> bool:
+    def follows(self, action: Action, *, doubts: bool = True) -> bool:
         """Whether `action` is expected here; if so, advance."""
         last = self._last.get(self._here)
-        if last is None or not last[2]:
+        if last is None or (doubts and not last[2]):
             return False
         # Actions are cached, so the expected one is nearly always the same object.
-        if last[0] is not action:
+        if last[0] is not action or not last[2]:
             if last[0] != action:
                 return False
             self._last[self._here] = (action, last[1], True)
@@ -143,7 +144,7 @@ class Order:
 
     def question(self, action: Action) -> Question:
         """The question to ask before the unexpected `action`."""
-        return Question(self.place, action, self.expected)
+        return Question(self.place, action, self.expected(doubts=False))
 
     def enter(self, action: Action) -> None:
         """Enter an unexpected `action`, on which all ranks agreed."""

@@ -131,13 +131,15 @@ def _compare(
 
     `in_band=False`: use no collective, for programs that count them. `later`: takes actions that are compared when a
     reduction arrives, so that the host need not wait for a device."""
-    if later is not None and order.expected is None:
+    # What is in doubt is compared by a small message or not at all.
+    expected = order.expected(doubts=in_band and later is None)
+    if later is not None and expected is None:
         later(scope, order.place, action)
         order.enter(action)
         return
     doing, scope.doing = scope.doing, action.doing
     try:
-        if in_band and order.expected is None and alike(scope, f"{order.place}: {action}"):
+        if in_band and expected is None and alike(scope, f"{order.place}: {action}"):
             order.enter(action)
             return
         answers = scope.agree("order", str(order.question(action)))
@@ -223,7 +225,7 @@ class _Lane:
             if len(self._actions) > _REMEMBERED:
                 self._actions.clear()
             action = self._actions[key] = Action(kind, self.root, index, name, sizes, flags)
-        if not order.follows(action):
+        if not order.follows(action, doubts=self._in_band and self.later is None):
             _compare(self.scope, order, action, in_band=self._in_band, later=self.later)
 
 
