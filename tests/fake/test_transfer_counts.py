@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from fullshard import fully_shard, transfer, weights
 from fullshard.comm import exchange, ranks_of
-from fullshard.comm.group import ShardGroup
+from fullshard.comm.group import Line
 from fullshard.extras.transfer import _side, tensors_of
 from tests.harness.fake import fake_world
 
@@ -64,15 +64,15 @@ def test_an_8b_model_from_fsdp_on_8_ranks_to_tensor_parallelism_on_2(monkeypatch
             target = {n: _on(engines, shape, _tensor_parallel(n), torch.bfloat16) for n, shape in shapes.items()}
             plan = transfer(source, target, limit_nbytes=LIMIT).plan()
 
-            def note_sent(group: Any, message: Tensor, peer: int, rank: int = rank) -> list[Any]:
+            def note_sent(group: Any, message: Tensor, peer: int, rank: int = rank) -> Any:
                 assert message.nbytes <= LIMIT
                 sent[rank, peer] += message.nbytes
                 messages[rank, peer] += 1
-                return [_Done()]
+                return _Done()
 
-            def note_received(group: Any, message: Tensor, peer: int, rank: int = rank) -> list[Any]:
+            def note_received(group: Any, message: Tensor, peer: int, rank: int = rank) -> Any:
                 received[peer, rank] += message.nbytes
-                return [_Done()]
+                return _Done()
 
             monkeypatch.setattr(exchange, "_send", note_sent)
             monkeypatch.setattr(exchange, "_receive", note_received)
@@ -115,13 +115,13 @@ class _Done:
 def test_a_bucket_is_one_all_gather(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not one for each parameter: 48 here."""
     gathers = []
-    gather = ShardGroup.gather_into
+    gather = Line.gather_into
 
-    def counted(self: ShardGroup, out: Tensor, piece: Tensor) -> Any:
+    def counted(self: Line, out: Tensor, piece: Tensor) -> Any:
         gathers.append(out.nbytes)
         return gather(self, out, piece)
 
-    monkeypatch.setattr(ShardGroup, "gather_into", counted)
+    monkeypatch.setattr(Line, "gather_into", counted)
     with fake_world(8):
         model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(24)))
         for module in (*model, model):
