@@ -148,6 +148,36 @@ FUNCTIONS: dict[str, Call] = {
         },
     ),
     "replicate": (fullshard.replicate, {"module": Argument(lambda given: given.plain, "module modules"), **POLICIES}),
+    "average": (
+        fullshard.average,
+        {
+            "model": MODEL._replace(taken="module"),
+            "decay": _is(0.9),
+            "window": _is(None, "None"),
+            "device": _is(None, "None"),
+            "buffers": FLAG,
+        },
+    ),
+    "weights": (
+        fullshard.weights,
+        {
+            "model": MODEL._replace(taken="module"),
+            "names": _is(None, f"dict {CALLABLE}"),
+            "dtype": _is(None, "None"),
+            "bucket_nbytes": _is(1 << 20, "3"),
+        },
+    ),
+    "transfer": (
+        fullshard.transfer,
+        {
+            "source": MODEL,
+            "target": MODEL,
+            "names": _is(None, f"dict {CALLABLE}"),
+            "dtype": _is(None, "None"),
+            "limit_nbytes": _is(1 << 20),
+            "process_group": MAYBE,
+        },
+    ),
     "check_gradients": (
         fullshard.check_gradients,
         {
@@ -244,6 +274,7 @@ FUNCTIONS: dict[str, Call] = {
             "mesh": MAYBE,
             "wrap_fn": _is(None, CALLABLE),
             "init": _is(None, CALLABLE),
+            "cast_fn": _is(None, CALLABLE),
             "show": FLAG,
         },
     ),
@@ -309,6 +340,7 @@ FUNCTIONS: dict[str, Call] = {
             "on_some_ranks": _is((), "list"),
             "rename": _is(None, f"{CALLABLE} dict"),
             "manifest_sha256": DIGEST,
+            "progress": _is(None, CALLABLE),
         },
     ),
     "checkpoint.derived_seed": (
