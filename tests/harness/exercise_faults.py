@@ -78,7 +78,7 @@ _CLIP = "api.clip:clip_grad_norm_"
 _WRITE = "engine.full_params:OpenUnit.write_back"
 _CLOSE = "engine.full_params:OpenUnit.close"
 _COPY = "param.local.copy_(local_part(value.detach(), _dtensor(param)))"
-_OUTPUT = "cast_floating(output, unit.settings.policy.output_dtype)"
+_OUTPUT = "cast_outputs(output, unit.settings.policy.output_dtype, *given)"
 _ARRIVED = "staging.views[: len(destinations)]"
 
 EXERCISED: dict[str, Case] = {
