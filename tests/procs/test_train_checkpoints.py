@@ -67,7 +67,7 @@ def test_the_best_checkpoints_stay_and_steps_say_what_they_waited(queue: str, tm
     best = sorted(measured, key=lambda step: measured[step])[:2]
     assert {one.step for one in found} == {*best, 7} and all(one.whole for one in found)
     assert all(one.metrics["val_loss"] == measured[one.step] for one in found)
-    assert all(one.layout.startswith("2 ranks") for one in found)
+    assert all(one.layout == "2 ranks, 1 copy of 2 parts" for one in found)
 
 
 def _failing(rank: int, config: Config, folder: str) -> tuple[int, str]:

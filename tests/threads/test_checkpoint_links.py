@@ -95,7 +95,8 @@ def test_what_is_frozen_and_unchanged_is_linked_and_each_checkpoint_is_whole(tmp
     shutil.rmtree(one)
     assert checkpoint.retain(tmp_path, keep_last=1) == [two]
     checkpoint.verify(three)
-    assert checkpoint.list_checkpoints(tmp_path)[0].whole
+    (listed,) = checkpoint.list_checkpoints(tmp_path)
+    assert listed.whole and listed.layout == "2 ranks, 1 copy of 2 parts"
 
 
 @pytest.mark.threads_only(reason="what the file system says is imitated in this process")

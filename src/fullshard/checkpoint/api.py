@@ -39,7 +39,9 @@ from .loading import LoadJob, LoadOptions, Rename
 from .manifest import MANIFEST_NAME, Manifest, encode
 from .plan import KeyPath, key_of
 from .reading import CheckpointReader, Progress
-from .retention import CheckpointInfo, Rule, clear_rests, kept, numbered, remove, using
+from .retention import CheckpointInfo, clear_rests, kept, numbered, remove, using
+from .retention import Rule as Retained
+from .rules import Rule
 from .saving import SaveJob, Snapshot, snapshot
 from .state import Tree, flatten
 
@@ -302,7 +304,7 @@ def retain(
     ask for different things, `CheckpointIOError`.
     """
     path = _location(folder, "folder")
-    rule = Rule(keep_last, keep_every, keep_best, metric, mode)
+    rule = Retained(keep_last, keep_every, keep_best, metric, mode)
     if (problem := rule.problem()) is not None:
         raise ValueError(problem)
     expect_flag("dry_run", dry_run)
@@ -311,7 +313,7 @@ def retain(
     what = f"removing {path}"
 
     def decide(heard: Heard) -> Message:
-        rules = variants({rank: Rule(*message["rule"]) for ranks, message in heard.groups for rank in ranks})
+        rules = variants({rank: Retained(*message["rule"]) for ranks, message in heard.groups for rank in ranks})
         if len(rules) > 1:
             problems = [f"{shown_ranks(ranks)}: {each}" for each, ranks in rules.items()]
             raise CheckpointMismatch(f"{what}: expected the same request of all ranks, found", problems)
@@ -321,7 +323,7 @@ def retain(
     return [Path(one) for one in done["gone"]]
 
 
-def _retain(path: str, rule: Rule, dry_run: bool) -> list[str]:
+def _retain(path: str, rule: Retained, dry_run: bool) -> list[str]:
     if not dry_run:
         clear_rests(path)
     found = list_checkpoints(path)
@@ -345,7 +347,7 @@ def _info(step: int, path: str) -> CheckpointInfo | None:
                 step,
                 found.sizes_problem(),
                 sum(file.nbytes for file in manifest.files),
-                f"{manifest.world} rank{'s' * (manifest.world > 1)}",
+                _layout(manifest),
                 os.stat(MANIFEST_NAME, dir_fd=found.folder.fd).st_mtime,
                 metrics_of(manifest),
             )
@@ -354,6 +356,17 @@ def _info(step: int, path: str) -> CheckpointInfo | None:
             return CheckpointInfo(Path(path), step, "an unfinished save") if any(generations(folder)) else None
     except (CheckpointError, OSError) as error:
         return CheckpointInfo(Path(path), step, str(error))
+
+
+def _layout(manifest: Manifest) -> str:
+    """How it was saved, for people: "4 ranks, 2 copies of 2 parts", of the largest tensor."""
+    text = f"{manifest.world} rank{'s' * (manifest.world > 1)}"
+    entry = max(manifest.tensors.values(), key=lambda one: one.nbytes, default=None)
+    rule = None if entry is None or manifest.schema == 1 else entry.rule
+    if isinstance(rule, Rule) and len(rule.ranks) > 1:
+        parts = " x ".join(map(str, rule.sizes)) or "1"
+        text += f", {rule.num_replicas} cop{'ies' if rule.num_replicas > 1 else 'y'} of {parts} parts"
+    return text
 
 
 # ---- random state ----------------------------------------------------------------------------------------------
