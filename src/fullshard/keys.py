@@ -156,7 +156,8 @@ def _kinds(key: Field[Any]) -> list[str]:
 
 
 def _nearest_value(key: Field[Any], value: Any) -> str:
-    """For a value of the wrong type: the same value in the right type if that is obvious, else the default."""
+    """Proposes, for a value of the wrong type, the same value in the right type if that is obvious, else the
+    default."""
     kinds, text = _kinds(key), str(value).strip()
     if _SYNONYMS.get(text.lower(), "") in key.metadata["words"]:
         return show(_SYNONYMS[text.lower()])

@@ -107,7 +107,7 @@ class OwnDtype:
 
 @dataclass(frozen=True)
 class Program:
-    """What a command needs to train a few steps of a model.
+    """The parts that a command needs to train a few steps of a model.
 
     model: builds the plain model, not sharded, on the CPU; called in several processes, after the generators of torch,
         of Python's `random` and, if it was imported, of numpy were seeded.

@@ -21,7 +21,7 @@ from torch import Tensor
 
 # How probable it is that rounding alone exceeds a bound, in one tensor.
 RISK = 1e-6
-# Roundings of a module that are not its product's: bias, activation, normalisation, softmax.
+# The number of roundings of a module beside those of its product: bias, activation, normalisation, softmax.
 _ROUNDINGS = 8
 
 

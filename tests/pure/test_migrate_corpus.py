@@ -16,7 +16,7 @@ from fullshard.migrate.reading import key_names
 from fullshard.migrate.settings.conversion import Conversion, convert_file
 from fullshard.migrate.settings.table import FORMATS, SUBJECTS
 from fullshard.migrate.verdict import DROPPED, EXACT, GOOD
-from fullshard.train.config import load_config
+from fullshard.train.config import load_config, value_of
 from fullshard.train.elsewhere import take
 from tests.harness.configurations import ALL, Configuration
 
@@ -268,9 +268,7 @@ def test_the_trainer_takes_each(name: str, here: Path) -> None:
     taken = take(_write(here, ALL[name]))
     config = load_config(None, (), taken.settings)
     for key, value in taken.settings.items():
-        section, _, each = key.partition(".")
-        found = getattr(getattr(config, section), each)
-        assert (list(found) if isinstance(found, tuple) else found) == value
+        assert value_of(config, key) == value
 
 
 def test_whole_files_name_what_is_not_about_sharding_once(here: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import functools
 import io
 import re
@@ -109,3 +110,86 @@ def test_words_are_found() -> None:
     source = 'told = {"told": 1}  # Behind\nraise ValueError(f"it was\\n {told} told to")\n"""Gathers\n\nby hand."""\n'
     problems = [problem for first, prose in prose_of_source(source) for problem in found(prose, first)]
     assert [problem.split(":")[0] for problem in problems] == ["1", "2", "5"]
+
+
+# ---- first lines -------------------------------------------------------------------------------------------------
+
+# A docstring's first line has a finite verb or names what is returned; the comment of an attribute begins with
+# "Whether", an article or a verb. A test can find neither, but what neither begins with.
+NOT_FIRST = frozenset(
+    "about another around as behind beside by for from in inside into it its of on over per see since something there "
+    "those to under what which who whose with without".split()
+)
+# Rooms that have such lines left. One without any comes off the list.
+LEFT = frozenset({"_torch", "agree", "api", "checkpoint", "comm", "engine", "param", "peers"})
+
+
+def first_lines(text: str) -> Iterator[tuple[int, str]]:
+    """(line, text) of the beginning of each docstring, and of each comment right above an attribute."""
+    lines = text.splitlines()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            if (docstring := ast.get_docstring(node)) and not docstring.startswith(">>>"):
+                yield node.body[0].lineno, docstring
+        for attribute in attributes(node):
+            first = attribute.lineno - 1
+            while lines[first - 1].lstrip().startswith("#"):
+                first -= 1
+            if first < attribute.lineno - 1:
+                yield first + 1, lines[first].strip("# ")
+
+
+def attributes(node: ast.AST) -> list[ast.stmt]:
+    """Fields of a class, and assignments to attributes of `self`."""
+    if isinstance(node, ast.ClassDef):
+        return [each for each in node.body if isinstance(each, ast.Assign | ast.AnnAssign)]
+    targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
+    own = [t for t in targets if isinstance(t, ast.Attribute) and ast.unparse(t.value) == "self"]
+    return [node] if own and isinstance(node, ast.stmt) else []
+
+
+def badly_begun(text: str) -> list[str]:
+    return [f"{line}: {said[:60]}" for line, said in first_lines(text) if said.split()[0].lower() in NOT_FIRST]
+
+
+@functools.cache
+def rooms() -> dict[str, list[str]]:
+    """By room of the package, the lines that begin as none should."""
+    found: dict[str, list[str]] = {}
+    package = ROOT / "src" / "fullshard"
+    for path in sorted(package.rglob("*.py")):
+        room = path.relative_to(package).parts[0].removesuffix(".py")
+        found.setdefault(room, []).extend(
+            f"{path.relative_to(ROOT)}:{said}" for said in badly_begun(path.read_text(encoding="utf-8"))
+        )
+    return found
+
+
+def test_first_lines_have_a_verb_or_name_what_is_returned() -> None:
+    assert [said for room, each in rooms().items() if room not in LEFT for said in each] == []
+
+
+def test_rooms_that_are_left_have_such_lines() -> None:
+    done = {room for room in LEFT if not rooms().get(room)}
+    assert not done, f"take them off the list: {done}"
+
+
+def test_first_lines_are_found() -> None:
+    text = '''"""Of a unit."""
+
+
+class A:
+    """Holds it."""
+
+    # By name.
+    x: int = 0
+    # A size.
+    y = 0
+
+    def f(self):
+        """What is there."""
+        # Those that
+        # went.
+        self.z = self.y
+'''
+    assert sorted(badly_begun(text)) == ["13: What is there.", "14: Those that", "1: Of a unit.", "7: By name."]

@@ -255,7 +255,7 @@ def _show(arguments: argparse.Namespace) -> None:
 
 
 class Numbers:
-    """What the values of a tensor are, added up over its parts."""
+    """Returns what the values of a tensor are, added up over its parts."""
 
     def __init__(self) -> None:
         self._count = self._zeros = self._odd = 0
@@ -342,7 +342,7 @@ def _convert(arguments: argparse.Namespace) -> None:
 
 
 def _choice(arguments: argparse.Namespace, source: formats.Source, target_format: str) -> dict[str, Any]:
-    """What to take: what was asked for, or the one model that the checkpoint says it has."""
+    """Returns what to take: what was asked for, or the one model that the checkpoint says it has."""
     chosen = {"only": arguments.only, "skip": arguments.skip, "strip": arguments.strip}
     models: list[str] = getattr(source, "models", [])
     if target_format == "hf" and not any(chosen.values()) and len(models) == 1 and models[0]:
@@ -367,7 +367,7 @@ def _companions(arguments: argparse.Namespace, source: formats.Source, target_fo
 
 
 def _missing(companions: dict[str, bytes]) -> list[str]:
-    """What `from_pretrained` will miss in the folder, and what to give."""
+    """Returns what `from_pretrained` will miss in the folder, and what to give."""
     texts = []
     if CONFIG not in companions:
         texts.append(

@@ -54,8 +54,8 @@ def run(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
 
 
 def _names() -> dict[str, list[str]]:
-    """What may be written for an argument whose values the command checks, and not the parser. Found without torch, for
-    shells that run this at every start."""
+    """Returns what may be written for an argument whose values the command checks, and not the parser. Found without
+    torch, for shells that run this at every start."""
     from fullshard.plan.machine import PROFILES
     from fullshard.plan.questions import QUESTIONS
     from fullshard.plan.strategy import OPTIMIZERS
@@ -69,7 +69,7 @@ def _names() -> dict[str, list[str]]:
 
 
 def _arguments(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
-    """Of a parser and those of its commands."""
+    """Yields the arguments of a parser and those of its commands."""
     for action in parser._actions:
         if action.nargs == argparse.PARSER and isinstance(action.choices, Mapping):
             for below in action.choices.values():

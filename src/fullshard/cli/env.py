@@ -183,7 +183,7 @@ def _packages() -> dict[str, Any]:
 
 
 def variables(environ: Mapping[str, str]) -> dict[str, Any]:
-    """Those of `environ` that change what happens, without what may be secret.
+    """Returns those of `environ` that change what happens, without what may be secret.
 
     >>> variables({"NCCL_DEBUG": "INFO", "HOME": "/home/me", "MASTER_ADDR": "10.1.2.3", "TORCH_AUTH_KEY": "abc"})
     {'MASTER_ADDR': '<address>', 'NCCL_DEBUG': 'INFO', 'TORCH_AUTH_KEY': '<left out>'}
@@ -226,7 +226,7 @@ def _torch_from_a_process(seconds: float) -> dict[str, Any]:
 
 
 def print_torch() -> None:
-    """What torch says of itself and of the devices, as JSON."""
+    """Prints what torch says of itself and of the devices, as JSON."""
     import torch
     import torch.distributed as dist
 

@@ -180,7 +180,7 @@ def _rough(planner: Planner, strategy: Strategy) -> list[str]:
 
 
 def _enough(planner: Planner, strategy: Strategy) -> str:
-    """From how many ranks on it fits by the ledger, with whole recomputation and one sample at a time."""
+    """Finds from how many ranks on it fits by the ledger, with whole recomputation and one sample at a time."""
     samples = strategy.micro * strategy.accumulate
     ranks = strategy.ranks
     while ranks <= 1 << 20:

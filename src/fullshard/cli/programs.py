@@ -57,7 +57,7 @@ def _write_all(path: Path, target: Path, found: Migration) -> dict[str, Path]:
 
 
 def _summary(target: Path, found: Migration, judged: Judgement, written: dict[str, Path]) -> str:
-    """Per file what becomes of it, then what a person has to do, then how to apply the rest."""
+    """Says for each file what becomes of it, then what a person has to do, then how to apply the rest."""
     lines = []
     for name in found.files:
         counts = Counter(each.verdict for each in found.findings if each.place.file == name)

@@ -89,7 +89,8 @@ def _marks_activations(model: nn.Module) -> bool:
 
 
 def _initialise(module: nn.Module) -> None:
-    """As Composer: `param_init_fn` of the module or of the nearest one that has it, else `reset_parameters`."""
+    """Initialises as Composer does: `param_init_fn` of the module or of the nearest one that has it, else
+    `reset_parameters`."""
     initialise: Any = getattr(module, "param_init_fn", None)
     if callable(initialise):
         initialise(module)

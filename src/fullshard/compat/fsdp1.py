@@ -185,11 +185,11 @@ class FullyShardedDataParallel(nn.Module, metaclass=_Looks):
         return self.module[key]  # type: ignore[index]
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """Under the names of the plain model."""
+        """Yields the parameters under their names in the plain model."""
         return ((plain_name(name), parameter) for name, parameter in super().named_parameters(*args, **kwargs))
 
     def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
-        """Under the names of the plain model."""
+        """Yields the buffers under their names in the plain model."""
         return ((plain_name(name), buffer) for name, buffer in super().named_buffers(*args, **kwargs))
 
     def no_sync(self) -> AbstractContextManager[None]:
@@ -293,7 +293,7 @@ class FullyShardedDataParallel(nn.Module, metaclass=_Looks):
             )
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """In the form of `state_dict_type`; collective for the full one."""
+        """Returns the state dict in the form of `state_dict_type`; collective for the full one."""
         own: dict[str, Any] = self.module.state_dict(*args, **kwargs)
         kind, config = self._settings.state_dict_type, self._settings.state_dict_config
         full = kind is StateDictType.FULL_STATE_DICT
@@ -351,7 +351,7 @@ class FullyShardedDataParallel(nn.Module, metaclass=_Looks):
         optim_input: Any = None,
         optim: torch.optim.Optimizer | None = None,
     ) -> dict[str, Any]:
-        """What `optim.load_state_dict` takes, made of a full state that every rank has."""
+        """Returns what `optim.load_state_dict` takes, made of a full state that every rank has."""
         if optim is None:
             raise ValueError("optim: expected the optimizer, found None; pass optim=")
         return FullyShardedDataParallel.optim_state_dict_to_load(model, optim, full_optim_state_dict)
@@ -372,7 +372,8 @@ class FullyShardedDataParallel(nn.Module, metaclass=_Looks):
         load_directly: bool = False,
         group: Any = None,
     ) -> dict[str, Any]:
-        """What `optim.load_state_dict` takes, made of what `optim_state_dict` returned: full, the same on all ranks."""
+        """Returns what `optim.load_state_dict` takes, made of what `optim_state_dict` returned: full, the same on all
+        ranks."""
         names = {id(parameter): plain_name(name) for name, parameter in _inner(model).named_parameters()}
         owned = [parameter for each in optim.param_groups for parameter in each["params"]]
         numbers = {names[id(parameter)]: number for number, parameter in enumerate(owned)}
@@ -466,8 +467,8 @@ def _mesh(strategy: str, group: Any, mesh: DeviceMesh | None) -> DeviceMesh:
 
 
 def _mesh_of_two(groups: Any, device: str) -> DeviceMesh:
-    """Of FSDP1's pair (group that shards, group that replicates), where ranks of the others follow by the same steps,
-    as nodes do."""
+    """Returns the mesh of FSDP1's pair (group that shards, group that replicates), where ranks of the others follow by
+    the same steps, as nodes do."""
     shard, replicate = (sorted(dist.get_process_group_ranks(group)) for group in groups)
     ranks = torch.tensor([[rank + other - dist.get_rank() for rank in shard] for other in replicate])
     return DeviceMesh.from_group([groups[1], groups[0]], device, ranks, mesh_dim_names=("replicate", "shard"))

@@ -1,4 +1,4 @@
-"""What a look at the machine, the model and its wrapping shows before a launch.
+"""Looks at the machine, the model and its wrapping before a launch.
 
 facts       what was looked at, as data
 machine     of this machine and the checkpoints' folder | model: of the model, plain and sharded over a fake group

@@ -14,7 +14,7 @@ from . import machine
 from .facts import Facts
 
 MIB = 1 << 20
-# Below this a model has no sizes, and its step no times, that a launch would notice.
+# A smaller model is not checked for memory and time: no launch would notice them.
 SMALL_MODEL = 64 * MIB
 SHARED_MEMORY = 512 * MIB
 # A buffer that no GPU has to spare, whatever the model.
@@ -24,7 +24,7 @@ ERROR, WARNING, ADVICE = "error", "warning", "advice"
 
 
 class Found(NamedTuple):
-    """What is wrong, with a fix of its own."""
+    """A problem that a check found, with its own fix."""
 
     what: str
     fix: str

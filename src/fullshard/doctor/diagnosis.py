@@ -1,4 +1,4 @@
-"""What the checks found, as a table for the terminal and as JSON."""
+"""Shows what the checks found, as a table for the terminal and as JSON."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Diagnosis:
         return max((SEVERITIES[finding.severity] for finding in self.findings), default=0)
 
     def as_json(self, entry: str) -> dict[str, Any]:
-        """What `fullshard doctor --json` prints."""
+        """Returns what `fullshard doctor --json` prints."""
         facts, found = self.facts, self.facts.measured
         return {
             "entry": entry,

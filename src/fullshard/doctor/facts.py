@@ -1,4 +1,4 @@
-"""What was looked at, as data. Checks read nothing else."""
+"""Describes what the checks look at, as data. Checks read nothing else."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Machine:
 
 
 class Failure(NamedTuple):
-    """What a sharded step raised. `stage`: "forward", "backward" or "optimizer step"."""
+    """The error that a sharded step raised. `stage`: "forward", "backward" or "optimizer step"."""
 
     stage: str
     text: str
@@ -38,7 +38,7 @@ class Failure(NamedTuple):
 
 @dataclass(frozen=True)
 class Steps:
-    """What steps showed, empty if none was taken. Names of parameters and buffers as in the plain model."""
+    """The facts that steps showed, empty if none was taken. Names of parameters and buffers as in the plain model."""
 
     plain_failure: str = ""  # the first line of what a step of the plain model raised
     changed_buffers: tuple[str, ...] = ()  # in no state dict, and changed by a step
@@ -98,7 +98,7 @@ class Axis:
 
 @dataclass(frozen=True)
 class Measured:
-    """What the probe measured. Seconds; None: not measured. `skipped`: what was not, and why."""
+    """The figures that the probe measured. Seconds; None: not measured. `skipped`: what was not, and why."""
 
     step: float | None = None  # forward and backward of the plain model, on this machine's CPU
     host: float | None = None  # what one unit adds to that, without communication

@@ -13,14 +13,15 @@ from torch.nn.parameter import is_lazy
 
 
 def of_model(model: nn.Module) -> dict[str, object]:
-    """Of each parameter and buffer that has values, by name."""
+    """Returns the fingerprint of each parameter and buffer that has values, by name."""
     tensors = [*model.named_parameters(), *model.named_buffers()]
     return {name: of_tensor(tensor) for name, tensor in tensors if not is_lazy(tensor)}
 
 
 def of_value(value: object, name: str) -> dict[str, object]:
-    """Of everything in `value` that can be compared, by where it is: `batch(0)["x"][1]`. Tensors, numbers, texts and
-    arrays are, in mappings, sequences and objects with fields; anything else is left out."""
+    """Returns the fingerprints of everything in `value` that can be compared, by where it is: `batch(0)["x"][1]`.
+    Tensors, numbers, texts and arrays are, in mappings, sequences and objects with fields; anything else is left
+    out."""
     return dict(_leaves(value, name, set()))
 
 

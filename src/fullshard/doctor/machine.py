@@ -70,7 +70,7 @@ def _loopback() -> str:
 
 
 def _interface() -> str:
-    """What gloo is set to use and does not exist."""
+    """Says which interfaces gloo is set to use that do not exist, or ""."""
     there = {name for _, name in socket.if_nameindex()}
     asked = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
     missing = [name for name in asked if name not in there]

@@ -78,7 +78,7 @@ def look(
 
 
 def _tensors(model: nn.Module) -> dict[str, Any]:
-    """What the plain model's parameters and buffers show as they are."""
+    """Checks the plain model's parameters and buffers as they are."""
     tensors = [(name, p) for name, p in model.named_parameters() if not is_lazy(p)]
     buffers = [(name, b) for name, b in model.named_buffers() if not is_lazy(b)]
     ghosts = [
@@ -224,8 +224,8 @@ def _built_again(
 
 
 def _seeded_by_rank(program: Program, world: int, before: dict[str, object], seed: int) -> tuple[str, ...]:
-    """What has other values on rank 1. Nothing if the generator is seeded alike there: ranks may leave weights to
-    rank 0, which sends them when the model is sharded."""
+    """Returns the names of tensors that have other values on rank 1. Nothing if the generator is seeded alike there:
+    ranks may leave weights to rank 0, which sends them when the model is sharded."""
     variables = ("RANK", "LOCAL_RANK")
     values = {name: os.environ.get(name) for name in variables}
     os.environ.update(dict.fromkeys(variables, "1"))
@@ -273,14 +273,14 @@ def _filling_memory() -> Iterator[None]:
 
 
 def _is_finite(tensor: Tensor) -> bool:
-    """Of dtypes that have NaN and that torch can ask."""
+    """Whether all elements are finite; true for dtypes without NaN or that torch cannot ask."""
     if not tensor.dtype.is_floating_point or tensor.dtype.itemsize < 2:
         return True
     return bool(tensor.detach().isfinite().all())
 
 
 def _places(model: nn.Module) -> list[list[tuple[str, tuple[nn.Module, ...]]]]:
-    """Of each tied parameter: its names, each with the modules around it, the innermost first."""
+    """Returns for each tied parameter: its names, each with the modules around it, the innermost first."""
     modules = dict(model.named_modules(remove_duplicate=False))
     slots: dict[int, list[tuple[str, tuple[nn.Module, ...]]]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):

@@ -82,8 +82,8 @@ def plain_steps(program: Program, model: nn.Module) -> tuple[float | None, Steps
 
 
 def _buffers(model: nn.Module, *, persistent: bool) -> dict[str, Tensor]:
-    """By name; of one that several modules share, the first. Those of SyncBatchNorm are left out of persistent ones,
-    since it averages them."""
+    """Returns the buffers by name; of one that several modules share, the first. Those of SyncBatchNorm are left out of
+    persistent ones, since it averages them."""
     found: dict[str, Tensor] = {}
     for prefix, module in model.named_modules():
         apart = non_persistent_buffers(module)
@@ -103,7 +103,8 @@ def _changed(before: dict[str, Tensor], after: dict[str, Tensor]) -> dict[str, T
 def _drifting(
     program: Program, model: nn.Module, batch: Any, changed: dict[str, Tensor], at_first: dict[str, Tensor]
 ) -> tuple[str, ...]:
-    """Those of `changed` buffers to which a forward with another batch, from the same values, gives other values."""
+    """Returns those of `changed` buffers to which a forward with another batch, from the same values, gives other
+    values."""
     for name, buffer in _buffers(model, persistent=True).items():
         if name in changed and buffer.shape == at_first[name].shape:
             with torch.no_grad():
@@ -145,7 +146,7 @@ def _loss(program: Program, model: nn.Module, batch: Any) -> Tensor:
 
 
 def _seconds_of_step(program: Program, model: nn.Module, batch: Any) -> float:
-    """Of one forward and backward."""
+    """Returns the seconds of one forward and backward."""
     _seed(0)
     start = time.perf_counter()
     _loss(program, model, batch).backward()
@@ -203,8 +204,8 @@ def sharded_steps(
 def _watched_step(
     program: Program, model: nn.Module, optimizer: Optimizer, nbytes: dict[str, int]
 ) -> tuple[dict[str, Any], str]:
-    """What the runtime and the user's code do in a step: fields of `Steps`. What it raises is no fault of the program,
-    which has just taken such a step: there are operations that torch cannot watch."""
+    """Watches what the runtime and the user's code do in a step: fields of `Steps`. What it raises is no fault of the
+    program, which has just taken such a step: there are operations that torch cannot watch."""
     found: dict[str, Any] = {}
     why = ""
     watch = PartialReads(model.named_parameters())

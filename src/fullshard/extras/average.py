@@ -71,7 +71,7 @@ def average(
 
 
 class Average:
-    """What `average` returns. It owns its tensors, `{name: DTensor or tensor}`, placed like the model's."""
+    """The result of `average`. It owns its tensors, `{name: DTensor or tensor}`, placed like the model's."""
 
     def __init__(
         self, model: nn.Module, decay: float | None, window: float | None, device: str | None, *, buffers: bool

@@ -135,7 +135,7 @@ def check_gradients(
 
 
 class _LookedAt(NamedTuple):
-    # 0 for the loss, 1 and on for parameters: the same on all ranks that share them.
+    # A number: 0 for the loss, 1 and on for parameters: the same on all ranks that share them.
     position: int
     name: str
     local: Tensor
@@ -228,7 +228,7 @@ def _first(looked_at: Sequence[_LookedAt], device: torch.device, rank: int) -> T
 
 
 def _are_finite(tensors: Sequence[Tensor]) -> Tensor:
-    """For each of `tensors` (one device, one dtype, none empty) whether all elements are finite; bool."""
+    """Returns for each of `tensors` (one device, one dtype, none empty) whether all elements are finite; bool."""
     tensors = [torch.view_as_real(tensor) if tensor.is_complex() else tensor for tensor in tensors]
     if tensors[0].device.type != "cpu":
         return torch.stack(torch._foreach_norm(list(tensors), math.inf)).isfinite()

@@ -27,7 +27,7 @@ from .check_gradients import named_gradients, values_here
 
 @dataclass(frozen=True)
 class GradientFigures:
-    """Of the gradient of one parameter, or of all of them in a unit or a model.
+    """The figures of the gradient of one parameter, or of all of them in a unit or a model.
 
     norm: the Euclidean one. mean: of the elements. max: the largest absolute value. All three as of one tensor in
         float64: NaN or inf where an element is.
@@ -119,7 +119,8 @@ def _units_of_parameters(model: nn.Module) -> dict[int, str]:
 
 
 class _Sums(NamedTuple):
-    """Of the elements of one gradient on some ranks. `ranks`: how many have it. `largest`: inf for a NaN too."""
+    """The sums of the elements of one gradient on some ranks. `ranks`: how many have it. `largest`: inf for a NaN
+    too."""
 
     squares: float = 0.0
     total: float = 0.0
@@ -154,7 +155,7 @@ def _added(sums: Sequence[_Sums]) -> _Sums:
 
 
 def _over_ranks(named: Sequence[tuple[str, Tensor]]) -> list[_Sums]:
-    """For each parameter the sums over all of its ranks."""
+    """Returns for each parameter the sums over all of its ranks."""
     here = _here([_gradient(parameter) for _, parameter in named])
     # Parameters without a gradient here take part: ranks have to agree on the messages.
     alike: dict[tuple[dist.ProcessGroup, ...], list[tuple[int, int, bool]]] = {}
@@ -209,7 +210,7 @@ _FIGURES: tuple[Callable[[Tensor], Tensor], ...] = (
 
 @torch.no_grad()
 def _here(gradients: Sequence[tuple[Tensor, int] | None]) -> list[_Sums]:
-    """Of this rank's values alone. The host waits once for each device."""
+    """Returns the figures of this rank's values alone. The host waits once for each device."""
     sums = [_Sums() if found is None else _Sums(numel=found[1], ranks=1) for found in gradients]
     by_device: dict[torch.device, list[int]] = {}
     for i, found in enumerate(gradients):

@@ -116,7 +116,7 @@ def _sums(tensor: Tensor, dim: int, start: int) -> Tensor:
 
 
 class _Place(NamedTuple):
-    """Of one parameter: its place in the message of its mesh."""
+    """A parameter, and its place in the message of its mesh."""
 
     unit: Unit
     group: ParamGroup
@@ -124,7 +124,8 @@ class _Place(NamedTuple):
 
 
 class _Figures(NamedTuple):
-    """Of one parameter, over all ranks. `sent` and `got`: how many ranks have a gradient before and after."""
+    """The figures of one parameter, over all ranks. `sent` and `got`: how many ranks have a gradient before and
+    after."""
 
     shard_sum: float
     shard_squares: float
@@ -146,9 +147,9 @@ class _RootChecks:
         self._root, self._checks = root, checks
         self._names = parameter_names(root.units[0].module, root.units)
         self._backwards = 0
-        # Of full parameters since the last check: their own sums, those of this rank's shards, and how often.
+        # The sums of full parameters since the last check: their own, those of this rank's shards, and how often.
         self._weights: dict[ShardedParam, tuple[Tensor, Tensor, int]] = {}
-        # Of gradients that this rank sent and of which no result came yet: weighted sum and norm, and how many.
+        # The weighted sum and norm, and the number, of gradients that this rank sent and of which no result came yet.
         self._sent: dict[ShardedParam, tuple[Tensor, int]] = {}
         self._is_active = not any(unit.gradients.partial_open for unit in root.units)
         root.executor.listeners.append(self._command)
@@ -191,7 +192,7 @@ class _RootChecks:
 
     @torch.no_grad()
     def sends(self, unit: Unit, group: ParamGroup, gradients: Sequence[Tensor | None]) -> None:
-        """See `engine.executor.GradientObserver`."""
+        """Does its part of `engine.executor.GradientObserver`."""
         if not self._is_active or self._skips_gradients(unit):
             return
         for position, gradient in zip(group.trainable, gradients, strict=True):
@@ -216,7 +217,7 @@ class _RootChecks:
 
     @torch.no_grad()
     def receives(self) -> None:
-        """See `engine.executor.GradientObserver`."""
+        """Does its part of `engine.executor.GradientObserver`."""
         synchronised = [unit for unit in self._root.units if unit.record.plan.sync and unit.settings.all_reduces]
         if not synchronised:
             return
@@ -233,7 +234,7 @@ class _RootChecks:
         self._is_active = self._backwards % self._checks.every == 0 and not others
 
     def discards(self) -> None:
-        """See `engine.executor.GradientObserver`."""
+        """Does its part of `engine.executor.GradientObserver`."""
         self._weights.clear()
         self._sent.clear()
 
@@ -277,7 +278,7 @@ class _RootChecks:
         return found
 
     def _broken(self, place: _Place, figures: _Figures) -> str:
-        """What does not hold, or ""."""
+        """Says what does not hold, or ""."""
         ranks = place.group.placing.mesh.size()
         return self._broken_weights(place, figures, ranks) or self._broken_gradient(place, figures, ranks)
 

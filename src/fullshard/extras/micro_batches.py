@@ -132,7 +132,8 @@ class Start:
         self._restore_rest = rest_of(model, self._units)
 
     def restore(self) -> None:
-        """On every rank, outside of a backward. Discards the remains of the failed step, on this rank or another."""
+        """Puts gradients and windows back, on every rank and outside of a backward. Discards the remains of the failed
+        step, on this rank or another."""
         for root in dict.fromkeys(root for unit in self._units if (root := formed(unit)) is not None):
             root.reset()
         for gradients in self._gradients:
@@ -208,7 +209,8 @@ def _device_state(device: torch.device) -> Callable[[], None]:
 
 
 class Share(NamedTuple):
-    """What this rank has of a window. `most`: the samples of the rank with the most; `scale`: of losses, None: 1."""
+    """The share of a window that this rank has. `most`: the samples of the rank with the most; `scale`: of losses,
+    None: 1."""
 
     samples: int
     most: int
@@ -415,7 +417,7 @@ class MicroBatches:
     def _window(
         self, loss_of: Callable[[slice], Answer], filler: Callable[[], Answer] | None, share: Share, size: int
     ) -> list[Answer]:
-        """As many pieces of `size` as the rank with the most samples has."""
+        """Runs as many pieces of `size` as the rank with the most samples has."""
         units = module_units(self.model)
         records = [unit.record for unit in units]
         asked = [record.plan.sync for record in records]
@@ -505,7 +507,7 @@ def _check_count(name: str, value: object, *, none: bool = False, least: int = 1
 
 
 def _divisor(units: Iterable[Unit]) -> float:
-    """By what the sum of gradients over the ranks is divided."""
+    """Returns the number by which the sum of gradients over the ranks is divided."""
     found = {
         unit.settings.controls.divide_factor or float(group.placing.mesh.size()): unit.record.name
         for unit in units

@@ -24,7 +24,7 @@ class StepInBackward:
         # The position of each parameter's group, and the lengths of the groups at that time.
         self._groups: dict[nn.Parameter, int] = {}
         self._group_lengths: list[int] = []
-        # Since the last `optimizer.step()`: the stepped parameters and modules, and backwards that did not end.
+        # The stepped parameters and modules, and backwards that did not end.
         self._stepped: dict[nn.Parameter, None] = {}
         self._unit_names: dict[str, None] = {}
         self._unfinished: dict[object, None] = {}
@@ -52,13 +52,13 @@ class StepInBackward:
     # ---- called by the optimizer's step() (optimizer.Around) ------------------------------------------------
 
     def before_step(self, *, closure: bool) -> None:
-        """See `optimizer.Around`."""
+        """Does its part of `optimizer.Around`."""
         self.refuse_half_a_step()
         if closure:
             self._close()  # the closure runs a backward
 
     def after_step(self) -> None:
-        """See `optimizer.Around`."""
+        """Does its part of `optimizer.Around`."""
         self.refuse_half_a_step()
         self._close()
 
@@ -69,7 +69,7 @@ class StepInBackward:
     # ---- called by a backward (engine.stepping.Stepper) -----------------------------------------------------
 
     def has(self, parameter: nn.Parameter) -> bool:
-        """See `engine.stepping.Stepper`."""
+        """Does its part of `engine.stepping.Stepper`."""
         lengths = [len(group["params"]) for group in self._optimizer.param_groups]
         if lengths != self._group_lengths:  # add_param_group
             self._group_lengths = lengths
@@ -78,18 +78,18 @@ class StepInBackward:
         return parameter in self._groups
 
     def stepped_any(self, parameters: Sequence[nn.Parameter]) -> bool:
-        """See `engine.stepping.Stepper`."""
+        """Does its part of `engine.stepping.Stepper`."""
         return any(parameter in self._stepped for parameter in parameters)
 
     def begin(self, backward: object, unit_name: str) -> None:
-        """See `engine.stepping.Stepper`."""
+        """Does its part of `engine.stepping.Stepper`."""
         for ask in asked_on_devices:
             ask(self._optimizer)
         self._unfinished[backward] = None
         self._unit_names[unit_name] = None
 
     def step(self, params: Sequence[ShardedParam]) -> None:
-        """See `engine.stepping.Stepper`."""
+        """Does its part of `engine.stepping.Stepper`."""
         by_group: dict[int, list[nn.Parameter]] = {}
         for param in params:
             by_group.setdefault(self._groups[param.sharded], []).append(param.sharded)
@@ -100,11 +100,11 @@ class StepInBackward:
             param.sharded.grad = SteppedGrad(param.sharded, param.name, param.precision.gradient)
 
     def end(self, backward: object) -> None:
-        """See `engine.stepping.Stepper`."""
+        """Does its part of `engine.stepping.Stepper`."""
         self._unfinished.pop(backward, None)
 
     def refuse_half_a_step(self) -> None:
-        """See `engine.stepping.Stepper`."""
+        """Does its part of `engine.stepping.Stepper`."""
         if self._unfinished:
             raise RuntimeError(
                 f"step_in_backward: expected a backward that ended, found that the last one failed after the step of "

@@ -88,7 +88,7 @@ def transfer(
 
 
 class Transfer:
-    """What `transfer` returns: `plan()` describes it, `run()` moves the values there are now, any number of times."""
+    """The result of `transfer`: `plan()` describes it, `run()` moves the values there are now, any number of times."""
 
     def __init__(
         self,
@@ -101,7 +101,7 @@ class Transfer:
     ) -> None:
         self._source, self._target = source, target
         ranks = ranks_of(process_group, _HOST)
-        # Of the optimizers, what is not in the plan; and that of the source here, as the plan knows it.
+        # The part of the optimizers that is not in the plan; and that of the source here, as the plan knows it.
         self._state = State([], {}, {}, {}, [])
         with ranks.texts.together("transfer: descriptions"):
             self._plan, self._state, problems, device = _planned((source, target), names, dtype, limit_nbytes, ranks)
@@ -115,8 +115,8 @@ class Transfer:
         self._known = described(source).text()
 
     def plan(self) -> TransferPlan:
-        """What travels: `print` it, or ask it for the `routes()` and what one rank `sends(rank)` and `receives(rank)`.
-        No message."""
+        """The plan of what travels: `print` it, or ask it for the `routes()` and what one rank `sends(rank)` and
+        `receives(rank)`. No message."""
         return self._plan
 
     def run(self) -> None:

@@ -61,8 +61,8 @@ def parameters_of(model: nn.Module, optimizers: Iterable[Optimizer]) -> dict[str
 
 
 class Described(NamedTuple):
-    """What one rank has. `tensors`: state by `key_of`; `values`: state that is no tensor; `groups`: names and settings
-    of each group; `names`: of the parameters of its optimizers, in any role."""
+    """The state that one rank has. `tensors`: state by `key_of`; `values`: state that is no tensor; `groups`: names and
+    settings of each group; `names`: of the parameters of its optimizers, in any role."""
 
     tensors: dict[str, Tensor]
     values: dict[str, Any]
@@ -101,7 +101,7 @@ def described(side: Any) -> Described:
 
 
 class State(NamedTuple):
-    """What goes from the optimizers of the source into those of the target, the same on all ranks.
+    """The state that goes from the optimizers of the source into those of the target, the same on all ranks.
 
     `values`, `settings`: by the target's name of a parameter; the first what is no tensor, by entry."""
 
@@ -193,7 +193,7 @@ class Filled:
     def __init__(self, side: Any, state: State) -> None:
         self._state, self._optimizers = state, optimizers_of(side)
         self._known = parameters_of(side[0], self._optimizers) if self._optimizers else {}
-        # By `key_of`: this rank's tensors, to be written.
+        # The tensors of this rank, to be written, by `key_of`.
         self.tensors: dict[str, Tensor] = {}
         for key, held in state.targets.items():
             name, _, entry = key.partition(_MARK)

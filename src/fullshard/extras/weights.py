@@ -86,7 +86,7 @@ def weights(
 
 
 class Weights:
-    """What `weights` returns: iterate it for buckets. It reads the model anew each time, and holds no tensors."""
+    """The result of `weights`: iterate it for buckets. It reads the model anew each time, and holds no tensors."""
 
     def __init__(self, model: nn.Module, names: Names, dtype: torch.dtype | None, bucket_nbytes: int) -> None:
         self._model, self._dtype, self._bucket_nbytes = model, dtype, bucket_nbytes

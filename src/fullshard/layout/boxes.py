@@ -24,7 +24,7 @@ class Box(NamedTuple):
         return math.prod(self.lengths)
 
     def __str__(self) -> str:
-        """In Python's notation: `[0:2, 3:5]`."""
+        """Writes the box in Python's notation: `[0:2, 3:5]`."""
         return f"[{', '.join(f'{o}:{o + n}' for o, n in zip(self.offsets, self.lengths, strict=True))}]"
 
 

@@ -54,12 +54,12 @@ def align_up(numel: int, alignment: int) -> int:
 class Segment:
     """Where one parameter's padded shard lies in the flat local buffer."""
 
-    # Position of the parameter in the list of layouts.
+    # The position of the parameter in the list of layouts.
     index: int
-    # First element in the flat local buffer.
+    # The first element in the flat local buffer.
     offset: int
     layout: ShardLayout
-    # For errors and reports only.
+    # A name for errors and reports only.
     name: str
 
     @property
@@ -87,21 +87,21 @@ class FlatLayout:
     20
     """
 
-    # One per parameter, in the order of the given layouts: segments[i].index == i.
+    # The segments, one per parameter in the order of the given layouts: segments[i].index == i.
     segments: tuple[Segment, ...]
     # The indices in the order of the segments in the buffer.
     order: tuple[int, ...]
     # Every offset and the total are multiples of this many elements.
     align_numel: int
-    # Number of ranks, the same for all layouts.
+    # The number of ranks, the same for all layouts.
     world: int
-    # Elements of the flat local buffer, alignment and padding included.
+    # The elements of the flat local buffer, alignment and padding included.
     padded_local_numel: int
-    # Where each parameter's full tensor (layout.full_memory_numel) starts in one buffer for all of them, by index.
+    # The start of each parameter's full tensor (layout.full_memory_numel) in one buffer for all of them, by index.
     full_offsets: tuple[int, ...]
     # Every full offset and the full total are multiples of this many elements.
     full_align_numel: int
-    # Elements of the buffer for all full tensors.
+    # The elements of the buffer for all full tensors.
     full_numel: int
 
     @classmethod
@@ -274,7 +274,7 @@ class ReduceLayout:
     pack: FlatLayout
     # The first ones of `pack.order`. Each gathers in place, so a rank's part is one run of the full gradient.
     direct: tuple[int, ...] = ()
-    # Elements for the facts that ranks compare; 0 where the backend sums messages, so no rank sees another's facts.
+    # The elements for the facts that ranks compare; 0 where the backend sums messages: no rank sees another's facts.
     facts_numel: int = FACTS_NUMEL
 
     def __post_init__(self) -> None:

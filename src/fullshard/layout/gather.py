@@ -1,4 +1,4 @@
-"""Which parameters of a unit are gathered straight into their final memory, and which travel in one message.
+"""Decides which parameters of a unit are gathered straight into their final memory, and which travel in one message.
 
 `direct_gradients` makes the same choice for gradients. Both return plain data: computed once per unit from sizes and
 backend, and executed elsewhere.

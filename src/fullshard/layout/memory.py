@@ -37,24 +37,24 @@ class UnitMemory:
     plan: GatherPlan
     storage_itemsize: int
     compute_itemsize: int
-    # Bytes per element that a reduction sends: those of the gradient, or of the reduce dtype.
+    # The bytes per element that a reduction sends: those of the gradient, or of the reduce dtype.
     wire_itemsize: int
     # Whether gradients are exchanged (all-to-all) and added here, or reduced by the backend.
     exchanges: bool = True
-    # How many ranks hold the same shards, including this one, and bytes per element of the sum over them: those of the
+    # The number of ranks that hold the same shards, including this one, and bytes per element of the sum: those of the
     # sum dtype, or of the reduce dtype where nothing is sharded or the backend reduces.
     replicas: int = 1
     sum_itemsize: int = 4
-    # For an integer `reshard_after_forward`: this rank's part between forward and backward (`layout.gather`), over the
-    # ranks of its block.
+    # The part of this rank, for an integer `reshard_after_forward`, between forward and backward (`layout.gather`),
+    # over the ranks of its block.
     kept: FlatLayout | None = None
-    # Positions of the parameters whose gradients are sent from where autograd left them (layout.direct_gradients).
+    # The positions of the parameters whose gradients are sent from where autograd left them (layout.direct_gradients).
     direct_gradients: tuple[int, ...] = ()
-    # Bytes per element of the gradients of earlier backwards that the last one of a window adds its own to; 0: none.
+    # The bytes per element of the gradients of earlier backwards, to which the last of a window adds its own; 0: none.
     held_itemsize: int = 0
-    # Shards and their gradients are on the host.
+    # Whether shards and their gradients are on the host.
     offloaded: bool = False
-    # The bytes of the full parameters stay between uses (`set_keep_unsharded_storage`).
+    # Whether the bytes of the full parameters stay between uses (`set_keep_unsharded_storage`).
     stays: bool = False
 
     def __post_init__(self) -> None:

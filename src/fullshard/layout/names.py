@@ -1,4 +1,4 @@
-"""What becomes of each tensor under other names: renamed, left out, fused, split, packed or unpacked.
+"""Decides what becomes of each tensor under other names: renamed, left out, fused, split, packed or unpacked.
 
     {"layers.*.attn.q": "model.layers.*.q_proj.weight"}                 renamed; * matches anything, and is carried over
     {"lm_head.weight": None}                                            left out
@@ -44,7 +44,7 @@ class Link(NamedTuple):
         return _shifted(_lifted(box) if self.lifted == "target" else box, self.at_target)
 
     def common(self, source: Box, target: Box) -> Box | None:
-        """What a part of the source has for a part of the target, in coordinates of the link."""
+        """The box that a part of the source has for a part of the target, in coordinates of the link."""
         found = overlap(self.of_source(source), self.of_target(target))
         return None if found is None else overlap(found, Box((0,) * len(self.lengths), self.lengths))
 
@@ -68,7 +68,8 @@ class Renamed(NamedTuple):
 
 
 def rename(names: Names, sources: Mapping[str, Shape], targets: Mapping[str, Shape] | None = None) -> Renamed:
-    """What becomes of the tensors `sources` (by name, with their shapes). `targets`: those that there are, for splits.
+    """Returns what becomes of the tensors `sources` (by name, with their shapes). `targets`: those that there are, for
+    splits.
 
     >>> found = rename({("q", "k"): "qk"}, {"q": (4, 3), "k": (2, 3)})
     >>> found.shapes, [link.at_target for link in found.links]
@@ -118,7 +119,7 @@ class _Rule:
         self.key, self.value = key, value
         self.sources = _names_of(key, value, is_key=True)
         self.targets = None if value is None else _names_of(value, key, is_key=False)
-        # Of a split: rows of each part, where the rule has them.
+        # The rows of each part of a split, where the rule has them.
         self.rows = [part[1] if isinstance(part, tuple) else None for part in value] if _is_several(value) else []
         texts = [*self.sources, *(self.targets or ())]
         stars = {text.count("*") for text in texts}

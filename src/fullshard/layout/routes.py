@@ -1,4 +1,4 @@
-"""What each rank sends to each other one when tensors go from one layout to another one, cut into messages.
+"""Plans what each rank sends to each other one when tensors go from one layout to another one, cut into messages.
 
     Held     who holds which part of a tensor
     Route    what goes from one rank to another one: pieces in the order in which they travel
@@ -89,7 +89,7 @@ class Cutting(NamedTuple):
 
 
 class Route(NamedTuple):
-    """What `source` sends to `target`."""
+    """Returns what `source` sends to `target`."""
 
     source: int
     target: int
@@ -141,7 +141,7 @@ class TransferPlan:
         self.links, self.sources, self.targets = tuple(links), sources, targets
         self.ranks, self.limit_nbytes = tuple(ranks), limit_nbytes
         self._dtype, self._exact = dtype, exact
-        # By layouts and geometry: which parts of the source have something for which parts of the target.
+        # The parts of the source that have something for parts of the target, by layouts and geometry.
         self._known: dict[tuple[object, ...], _Common] = {}
         self._of_rank: dict[int, tuple[dict[int, Route], dict[int, Route], list[RoutePiece]]] = {}
 
@@ -154,7 +154,7 @@ class TransferPlan:
         return self._routes(rank)[1]
 
     def copies(self, rank: int) -> list[RoutePiece]:
-        """What `rank` copies from its own part of the source into its own part of the target."""
+        """Returns what `rank` copies from its own part of the source into its own part of the target."""
         return self._routes(rank)[2]
 
     def wire_dtype(self, link: Link) -> str:
@@ -212,7 +212,7 @@ class TransferPlan:
         return self._known[key]
 
     def __str__(self) -> str:
-        """Who sends what to whom; of more than 64 pairs the first ones."""
+        """Says which rank sends what to which; of more than 64 pairs the first ones."""
         nbytes = sum(math.prod(link.lengths) * itemsize(self.targets[link.target].dtype) for link in self.links)
         lines = [
             f"{len(self.links)} tensors, {_mib(nbytes)}, from {len(self.sending)} rank(s) to {len(self.receiving)}; "
@@ -232,8 +232,8 @@ class TransferPlan:
 
 
 class _Common:
-    """What the parts of a link's two tensors have in common. `of_source`, `of_target`: by the number of a part, the
-    numbers of the other side's parts, each with its box in coordinates of the link."""
+    """The boxes that the parts of a link's two tensors have in common. `of_source`, `of_target`: by the number of a
+    part, the numbers of the other side's parts, each with its box in coordinates of the link."""
 
     def __init__(self, link: Link, source: Parts, target: Parts) -> None:
         self.of_source: dict[int | None, list[tuple[int, Box]]] = {}
@@ -256,7 +256,7 @@ def _range(box: Box) -> tuple[int, int]:
 
 
 def _sender(part: Part, number: int, receiver: int) -> int:
-    """Which of the ranks that hold `part`, the `number`th of its tensor, sends it to `receiver`."""
+    """Returns the rank, of those that hold `part`, the `number`th of its tensor, that sends it to `receiver`."""
     # Receivers and parts are spread over the replicas.
     return receiver if receiver in part.ranks else part.ranks[(receiver + number) % len(part.ranks)]
 

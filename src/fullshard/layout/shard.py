@@ -109,10 +109,10 @@ class Piece(NamedTuple):
     # The first rank, and the number of ranks.
     first_rank: int
     ranks: int
-    # Number of runs per shard, and elements per run.
+    # The number of runs per shard, and elements per run.
     outer: int
     block: int
-    # In the full parameter: the first element, the distance between the runs of neighbouring ranks, and the distance
+    # The first element in the full parameter, the distance between the runs of neighbouring ranks, and the distance
     # between the runs of one rank.
     full_start: int
     full_rank_stride: int
@@ -149,11 +149,11 @@ class ShardLayout:
     rows. Two layouts are equal when shape, dim and world are.
     """
 
-    # Shape of the full parameter, at least one dimension.
+    # The shape of the full parameter, at least one dimension.
     shape: tuple[int, ...]
     # The sharded dim; a negative one counts from the end and is stored as its non-negative equal.
     dim: int = 0
-    # Number of ranks that share the parameter.
+    # The number of ranks that share the parameter.
     world: int = 1
 
     def __post_init__(self) -> None:

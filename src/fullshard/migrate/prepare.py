@@ -58,7 +58,7 @@ class UnitRow:
 
 @dataclass(frozen=True)
 class Prepared:
-    """What `prepare_fully_shard` did, as data; `str` prints it.
+    """The result of `prepare_fully_shard`, as data; `str` prints it.
 
     source: where values came from, "auto" resolved. checkpointed: modules whose activations are not kept. kept: modules
     that compute in the dtype of their parameters, by `precision.keep_float32`, in units that compute in a lower one.
@@ -371,8 +371,8 @@ def _kept(
     names: Iterable[str],
     masters: Mapping[nn.Parameter, torch.dtype],
 ) -> dict[str, list[nn.Module]]:
-    """Of each unit the modules below it that compute in the dtype of their parameters, where the unit would cast these.
-    Raises `ValueError` for a name of no class of the model."""
+    """Returns of each unit the modules below it that compute in the dtype of their parameters, where the unit would
+    cast these. Raises `ValueError` for a name of no class of the model."""
     for name in names:
         if name != BATCH_NORM and not modules_of(tree.model, (name,)):
             raise ValueError(

@@ -78,7 +78,7 @@ def _yaml(path: Path, text: str) -> Any:
 
 _SECTION_SPELLINGS = {"parallelism": "sharding", "mixed_precision": "precision", "initialization": "initialisation"}
 
-# What a section written short sets.
+# The key that a section sets which is written short.
 _SHORT = {
     "wrap": "by",
     "sharding": "strategy",

@@ -28,7 +28,7 @@ class Tree:
             self.names.setdefault(module, name)
 
     def slots(self) -> dict[nn.Parameter, list[tuple[str, str]]]:
-        """For each parameter: (name of the module, attribute) of every place where it is registered."""
+        """Returns for each parameter: (name of the module, attribute) of every place where it is registered."""
         found: dict[nn.Parameter, list[tuple[str, str]]] = {}
         for name, module in self.modules.items():
             for attribute, parameter in module.named_parameters(recurse=False, remove_duplicate=False):

@@ -1,4 +1,5 @@
-"""What became of one setting or one call of the old program: a verdict, the reason, and the new setting. No torch.
+"""Tells what became of one setting or one call of the old program: a verdict, the reason, and the new setting. No
+torch.
 
 exact          means the same
 equivalent     gives the same training; the note says what is done in another way
@@ -61,7 +62,7 @@ class Judgement:
 
     @property
     def refused(self) -> list[Finding]:
-        """What keeps the exit code from being 0."""
+        """Returns the findings that keep the exit code from being 0."""
         return [each for each in self.findings if each.verdict not in GOOD and each.key not in self.accepted]
 
     @property
@@ -97,5 +98,5 @@ def _is_accepted(finding: Finding, accepted: Collection[str]) -> bool:
 
 
 def in_order(findings: Iterable[Finding]) -> list[Finding]:
-    """By file and line, each once."""
+    """Returns the findings by file and line, each once."""
     return sorted(dict.fromkeys(findings), key=lambda each: (each.place.file, each.place.line))

@@ -1,4 +1,4 @@
-"""Which modules become units, decided from the configuration before anything is changed.
+"""Decides from the configuration which modules become units, before anything is changed.
 
 Sources: FSDP1's `ModuleWrapPolicy`, `size_based_auto_wrap_policy`, `CustomPolicy`; Hugging Face's `_no_split_modules`;
 Composer's `_fsdp_wrap` and `fsdp_wrap_fn`. The ends of a model (embeddings apart, final norm and head together) are
@@ -86,7 +86,7 @@ def _no_split(tree: Tree) -> set[str]:
 
 
 def _nothing(tree: Tree, by: str, keys: WrapKeys) -> str:
-    """What was not found, and what could be asked for instead."""
+    """Says what was not found, and what could be asked for instead."""
     kind = type(tree.model).__name__
     with_parameters = [name for name in tree.names.values() if name and tree.has_parameters(name)]
     looked = {
@@ -139,8 +139,8 @@ def _by_attributes(tree: Tree, keys: WrapKeys) -> list[UnitPlan]:
 
 
 def _marks(tree: Tree) -> dict[str, Any]:
-    """What attributes say of modules: `_fsdp_wrap` of the module itself, else the `fsdp_wrap_fn` of the nearest module
-    around it that has one."""
+    """Returns what attributes say of modules: `_fsdp_wrap` of the module itself, else the `fsdp_wrap_fn` of the nearest
+    module around it that has one."""
     answers: dict[str, Any] = {}
     for module, name in tree.names.items():
         if not name:
@@ -336,7 +336,7 @@ def crossing_units(tree: Tree, plans: Sequence[UnitPlan]) -> list[UnitPlan]:
 
 
 def _inside(tree: Tree, plans: Sequence[UnitPlan]) -> dict[int, set[int]]:
-    """For each of `plans` those with a module inside of it, all by number."""
+    """Returns for each of `plans` those with a module inside of it, all by number."""
     of = {tree.modules[name]: number for number, plan in enumerate(plans) for name in plan.modules}
     inside: dict[int, set[int]] = {number: set() for number in range(len(plans))}
     for name, module in tree.modules.items():

@@ -122,7 +122,8 @@ def _unit(unit: Unit, name: str) -> PlannedUnit:
 
 
 def _records(found: Sequence[tuple[str, Unit]], planned: Sequence[PlannedUnit]) -> list[UnitRecord]:
-    """What the rules read about the units: their settings and facts, and what the user asked of their gathers."""
+    """Returns what the rules read about the units: their settings and facts, and what the user asked of their
+    gathers."""
     records = [record_of(unit, i) for i, unit in enumerate(planned)]
     made = {unit.record: record for (_, unit), record in zip(found, records, strict=True)}
     for (_, unit), record in zip(found, records, strict=True):

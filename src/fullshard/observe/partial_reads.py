@@ -43,7 +43,7 @@ class PartialReads(TorchDispatchMode):
     microseconds more.
     """
 
-    # Of operations such as `torch.cond`, which are no operations of aten, nothing is noted.
+    # Notes nothing of operations such as `torch.cond`, which are no operations of aten.
     supports_higher_order_operators = True
 
     def __init__(self, named: Iterable[tuple[str, Tensor]]) -> None:
@@ -74,7 +74,7 @@ class PartialReads(TorchDispatchMode):
                 self.found.append(read)
 
     def _name(self, tensor: Tensor) -> str:
-        """What `tensor` is: a parameter, a gradient, or made of one; "" if that is not known."""
+        """Names `tensor`: a parameter, a gradient, or made of one; "" if that is not known."""
         ref, name = self._of.get(id(tensor), (None, ""))
         if ref is not None and ref() is tensor:
             return name

@@ -48,8 +48,8 @@ def recorded_in(root: Root) -> Path | None:
 
 
 def first_and_every(first: int, every: int) -> Callable[[int], bool]:
-    """Which steps are recorded in full: the first `first` of them, and then each one with a number that `every` divides
-    (0: none).
+    """Chooses the steps that are recorded in full: the first `first` of them, and then each one with a number that
+    `every` divides (0: none).
 
     >>> [step for step in range(1, 301) if first_and_every(2, 100)(step)]
     [1, 2, 100, 200, 300]
@@ -94,7 +94,7 @@ class Recorder:
         # The running step: its number, its begin and its rows.
         self._step, self._begin = 0, 0
         self._rows: StepRows | None = None
-        # Steps whose times are not there yet.
+        # The steps whose times are not there yet.
         self._late: list[tuple[dict[str, Any], StepRows]] = []
         self._closed = self._failed = False
 
@@ -124,7 +124,7 @@ class Recorder:
         self._end({name: _finite(value) for name, value in figures.items() if value is not None}, "")
 
     def note(self, what: str, text: str = "", *, seconds: float = 0.0) -> None:
-        """Something happened that took `seconds` and ended now: "checkpoint"."""
+        """Notes an event that took `seconds` and ended now: "checkpoint"."""
         if self._file is not None:
             took = round(seconds * 1e9)
             self._file.write(record.line({"note": [what, perf_counter_ns() - took, took, self._step, text]}))
@@ -245,7 +245,7 @@ class Recorder:
             begins, of_rank = record.parts_of(file.name)
             if begins > self._first_step or (begins == self._first_step and of_rank >= world):
                 file.unlink(missing_ok=True)
-        # Unbuffered: a line is whole in the file, or not there, whenever the process ends.
+        # Writes without a buffer: a line is whole in the file, or not there, whenever the process ends.
         self._file = (self._folder / record.file_name(self._first_step, rank)).open("wb", buffering=0)
         self._file.write(record.line(record.header_fields(header)))
 

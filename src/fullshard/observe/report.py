@@ -158,7 +158,7 @@ class UnitReport:
     numel: int  # of the whole parameters
     local_numel: int  # of this rank's shards
     padded_local_numel: int  # of this rank's flat buffers, elements that are no parameter included
-    # Bytes per element of the widest dtype among its parameters.
+    # The bytes per element of the widest dtype among its parameters.
     storage_itemsize: int
     compute_itemsize: int
     reduce_itemsize: int
@@ -168,7 +168,7 @@ class UnitReport:
     full_nbytes_live: int  # full parameters that are allocated now
     keeps_storage: bool  # the bytes of full parameters stay between uses, by `set_keep_unsharded_storage`
     resident: bool  # kept full between forward and backward, by `set_memory_budget(resident=)`
-    # Bytes that an integer `reshard_after_forward` keeps between forward and backward: expected, and allocated now.
+    # The bytes that an integer `reshard_after_forward` keeps between forward and backward: expected, and allocated now.
     kept_nbytes: int
     kept_nbytes_live: int
 
@@ -199,14 +199,14 @@ class Report:
     # optimizer.
     peak_moment: str
     peak_terms: tuple[Term, ...]
-    # Communicators that fullshard opened on the device so far, beside the user's own: an estimate of the bytes of each,
+    # The communicators that fullshard opened on the device so far, beside the user's own: an estimate of their bytes,
     # not measured. They are outside of torch's allocator, and so not part of the peak.
     communicators: tuple[Term, ...]
-    # Likely mistakes.
+    # The likely mistakes.
     notes: tuple[str, ...]
     # The folder in which a `Recorder` keeps the steps, for `fullshard see`; None: not recorded.
     record: str | None = None
-    # What units without a reduce_dtype follow: "grad_dtype", or "param_dtype" (FULLSHARD_REDUCE_DTYPE).
+    # The dtype that units without a reduce_dtype follow: "grad_dtype", or "param_dtype" (FULLSHARD_REDUCE_DTYPE).
     reduce_default: str = "grad_dtype"
 
     @property

@@ -40,8 +40,8 @@ def _nbytes(tensors: Any) -> int:
 
 
 def message_nbytes(call: str, arguments: Sequence[Any], world: int) -> int:
-    """What a rank receives of others in `call` of a backend with `arguments`, at the least: (W-1)/W of the output of an
-    all-gather or all-to-all and of the input of a reduce-scatter, twice that of an all-reduce."""
+    """Returns the bytes that a rank receives of others in `call` of a backend with `arguments`, at the least: (W-1)/W
+    of the output of an all-gather or all-to-all and of the input of a reduce-scatter, twice that of an all-reduce."""
     if call.endswith("_each"):  # (group, outputs, ...), of other ranks or of all
         received = _nbytes(arguments[1])
         return received if call == "exchange_each" else received - received // world
@@ -109,7 +109,7 @@ class StepRows:
         self.messages: dict[tuple[str, int], list[Any]] = {}
         self.levels: list[list[Any]] = []
         self._held: Counter[tuple[int, str]] = Counter()
-        # Of the running command: its unit (-1: none), kind and rule.
+        # The unit (-1: none), kind and rule of the running command.
         self._running: tuple[int, str, str] = (-1, "", "")
         self._undo: list[Callable[[], None]] = []
         self.begin = perf_counter_ns()
@@ -122,12 +122,12 @@ class StepRows:
         """Record from now on."""
         for root in self._roots:
             names = {unit.record.name: self._numbers[unit] for unit in root.units}
-            hear, note = partial(self._event, names), self._command
-            root.event_listeners.append(hear)
+            listen, note = partial(self._event, names), self._command
+            root.event_listeners.append(listen)
             root.executor.listeners.append(note)
             root.executor.wrap_actions(partial(self._timed, root.executor))
             self._undo += [
-                partial(root.event_listeners.remove, hear),
+                partial(root.event_listeners.remove, listen),
                 partial(root.executor.listeners.remove, note),
                 root.executor.unwrap_actions,
             ]

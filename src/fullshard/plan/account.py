@@ -81,14 +81,14 @@ class Simulated:
 
 
 class Bytes:
-    """What is there, by kind and unit."""
+    """Counts the bytes that are there, by kind and unit."""
 
     def __init__(self) -> None:
         self.there: dict[tuple[str, str], float] = {}
         self.kinds = dict.fromkeys(KINDS, 0.0)
         self.total = 0.0
         self.most = 0.0
-        # (kind, unit, bytes) when there was most.
+        # The (kind, unit, bytes) when there was most.
         self.at_most: list[tuple[str, str, float]] = []
         self.peak: tuple[float, ...] = (0.0,) * len(KINDS)
         self.is_new_peak = False

@@ -23,7 +23,7 @@ class Clock:
         self.begin(Simulated())
 
     def begin(self, found: Simulated) -> None:
-        """From now on, at zero."""
+        """Starts anew, at zero."""
         self.found = found
         self.now = self.host = 0.0
         self.free = dict.fromkeys(AXES, 0.0)

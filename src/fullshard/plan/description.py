@@ -1,4 +1,4 @@
-"""What a plan is made of: a model as data. Its units and parameters, and the tape of one step of it.
+"""Describes a model as data, of which a plan is made: Its units and parameters, and the tape of one step of it.
 
     Tape     every operation of one forward and backward of the plain model on the meta device, in order, with the
     storages
@@ -19,7 +19,7 @@ OUTSIDE = -1
 
 
 class Kind(IntEnum):
-    """What a line of the tape says."""
+    """The kinds of lines of a tape."""
 
     ENTER = 0  # a forward of a unit begins: `use` is its number; `a` is the unit
     EXIT = 1  # it ended
@@ -91,11 +91,11 @@ class Tape:
     gradients: dict[int, int]
     inputs: tuple[frozenset[int], ...]
     outputs: tuple[frozenset[int], ...]
-    # Bytes of the batch, which the caller holds.
+    # The bytes of the batch, which the caller holds.
     batch_nbytes: int = 0
-    # By storage: how many operations ran before the one of the forward that reads it last.
+    # Tells for each storage how many operations ran before the one of the forward that reads it last.
     last_read: dict[int, int] = field(default_factory=dict)
-    # Bytes of storages of the batch and of buffers, which stay.
+    # The bytes of storages of the batch and of buffers, which stay.
     staying: dict[int, int] = field(default_factory=dict)
 
 
@@ -112,9 +112,9 @@ class Model:
     samples: int
     tokens: int
     compute: str = ""
-    # (sequence length, layers, width) of a decoder, for the operations that a model needs per token; None: unknown.
+    # The (sequence length, layers, width) of a decoder, for the operations that a model needs per token; None: unknown.
     attention: tuple[int, int, int] | None = None
-    # Elements of parameters that are only looked up in.
+    # The elements of parameters that are only looked up in.
     looked_up: int = 0
 
     @property

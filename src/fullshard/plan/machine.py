@@ -51,7 +51,7 @@ class Hardware:
     backend: str
     reserved: float
     fragmentation: float
-    # Share of the device that messages in flight take from compute: kernels of collectives occupy it.
+    # The share of the device that messages in flight take from compute: kernels of collectives occupy it.
     contention: float
     blocking: bool = False  # the host waits where the device would (a CPU)
     host_memory: float = 0.0

@@ -4,7 +4,7 @@ Without it, storages that a unit's forward made live until its backward read the
 ends, but for its outputs and what it keeps; its inputs stay until its backward is over, and that backward begins with
 the operations of the forward once more, up to the one that makes the last of what is missing.
 
-What is kept is a way, and a word of it:
+A word names the way of a unit, which says what its forward keeps:
 
     none        everything: nothing is recomputed
     selective   what matrix products, convolutions and attention made
@@ -192,7 +192,7 @@ def _chosen_uses(tape: Tape, ways: Sequence[str]) -> tuple[set[int], dict[int, i
 
 
 def _inside(tape: Tape, chosen: set[int]) -> dict[int, list[Line]]:
-    """What happens inside of the forward of each chosen use; uses inside of it included."""
+    """Returns what happens inside of the forward of each chosen use; uses inside of it included."""
     found: dict[int, list[Line]] = {use: [] for use in chosen}
     current = OUTSIDE
     for line in tape.lines:

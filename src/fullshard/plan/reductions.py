@@ -38,8 +38,8 @@ class Flight:
 
 
 class Reductions:
-    """Those under way: `sharing` over the shards, then `replicating` among the replicas. `waiting`: bytes of gradients
-    of the running backward that are not sent yet, where they are limited."""
+    """The reductions under way: `sharing` over the shards, then `replicating` among the replicas. `waiting`: bytes of
+    gradients of the running backward that are not sent yet, where they are limited."""
 
     def __init__(
         self, strategy: Strategy, limits: Limits, counted: Bytes, host: Bytes, pool: Pool, clock: Clock

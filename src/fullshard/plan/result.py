@@ -69,7 +69,7 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        """On the device, and on the host as far as its memory is known."""
+        """Whether the plan fits on the device, and on the host as far as its memory is known."""
         return self.peak_nbytes <= self.budget and self.fits_on_host
 
     @property
@@ -91,7 +91,7 @@ class Plan:
 
     @property
     def tokens_per_second(self) -> float:
-        """Of one rank."""
+        """The tokens of one rank in a second."""
         return self.tokens / self.seconds if self.seconds else 0.0
 
     @property
@@ -112,7 +112,7 @@ class Plan:
         return sorted([*self.simulated.terms, *others], key=lambda term: -term[1])[:5]
 
     def as_json(self) -> dict[str, Any]:
-        """What `fullshard plan --json` prints; documented in docs/plan.md."""
+        """Returns what `fullshard plan --json` prints; documented in docs/plan.md."""
         found = self.simulated
         return {
             "model": self.model.name,
@@ -313,7 +313,7 @@ def _computed(plan: Plan) -> str:
 
 
 def table(plan: Plan) -> str:
-    """What a person reads."""
+    """Returns the plan as text."""
     model, found, strategy = plan.model, plan.simulated, plan.strategy
     reduced = f"reduced in {strategy.reduce or 'their own dtype'}"
     lines = [

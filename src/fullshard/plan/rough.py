@@ -63,7 +63,7 @@ def lines(rough: Rough, samples: int, length: int, budget: float) -> list[str]:
 
 
 def remedy(rough: Rough, samples: int, budget: float) -> list[str]:
-    """What half of the batch does, by the same rule."""
+    """Says what half of the batch does, by the same rule."""
     half = Rough(rough.numel, rough.devices, rough.itemsize, rough.multiplier, rough.activations / 2, rough.buffers)
     fits = "fits" if half.total <= budget else f"does not fit in {budget / GB:.0f} GB either"
     least = next((n for n in range(rough.devices, 1 << 16) if _states_of(rough, n) + rough.buffers < budget), 0)

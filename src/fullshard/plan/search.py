@@ -1,4 +1,4 @@
-"""Which strategy fits, and which of those is the fastest: every combination of the dials is simulated."""
+"""Finds the strategies that fit, and the fastest of them: every combination of the dials is simulated."""
 
 from __future__ import annotations
 
@@ -186,7 +186,7 @@ def _reshards(shard: int, node: int) -> list[bool | int]:
 
 
 def differences(asked: Strategy, other: Strategy) -> list[str]:
-    """What another strategy changes, in words."""
+    """Says in words what another strategy changes."""
     found = []
     if other.micro != asked.micro or other.accumulate != asked.accumulate:
         found.append(f"micro-batch {other.micro} x {other.accumulate}")

@@ -58,10 +58,10 @@ class Simulation:
         self.reductions = Reductions(strategy, limits, self.bytes, self.host, self.pool, self.clock)
         self.measured = False
         self.phase = ""
-        # By index of the unit: when its gather arrives; bytes of gradients that no command took yet.
+        # The times at which gathers arrive, and the bytes of gradients that no command took yet; by index of the unit.
         self.arrivals: dict[int, float] = {}
         self.gradients: dict[int, float] = dict.fromkeys(range(len(units)), 0.0)
-        # Units whose held gradients go with this backward, and units whose gradients stay here.
+        # The units whose held gradients go with this backward, and units whose gradients stay here.
         self.touched: list[str] = []
         self.staying: list[Unit] = []
         for unit in units:
@@ -110,7 +110,7 @@ class Simulation:
         return self.clock.now, self.found.compute, self.found.exposed_seconds, traffic
 
     def _repeat(self, times: int, before: tuple[float, float, float, dict[str, Traffic]]) -> None:
-        """What happened since `before` happens so often again."""
+        """Repeats what happened since `before` so many times."""
         now, compute, exposed, traffic = self._figures()
         self.clock.skip(times * (now - before[0]), times * (compute - before[1]))
         if waited := times * (exposed - before[2]):
@@ -152,7 +152,7 @@ class Simulation:
             self.phase = f"backward {name}"
             self._do(rules.pre_backward(run, record))
         elif kind == "gradients":
-            # Of its own parameters, after the backward of units inside it. The rules are not asked.
+            # Gradients of its own parameters come, after the backward of units inside it. The rules are not asked.
             self.phase = f"backward {name}"
         elif kind == "grads_ready":
             self._do(rules.grads_ready(run, record))
@@ -361,7 +361,7 @@ class Simulation:
 
 
 def record_of(unit: Unit, index: int) -> UnitRecord:
-    """What the rules know about `unit`."""
+    """Returns what the rules know about `unit`."""
     record = UnitRecord(unit.shape.title, index, reshard_after_forward=not unit.keeps)
     record.empty = not unit.groups
     record.plan.keeps_secondary = bool(unit.part)
@@ -371,7 +371,7 @@ def record_of(unit: Unit, index: int) -> UnitRecord:
 
 
 def _itemsize(units: Sequence[Unit], strategy: Strategy) -> int:
-    """Of the dtype of most of the computation."""
+    """Returns the itemsize of the dtype that most of the computation has."""
     sizes = Counter[int]()
     for unit in units:
         for group in unit.groups:
@@ -385,9 +385,9 @@ def _staging_key(group: Group, *, kept: bool = False) -> Hashable:
 
 
 def _step_nbytes(groups: Iterable[Group], optimizer: Optimizer) -> int:
-    """The most that an optimizer's step makes. torch's default for DTensors steps one parameter after the other, in the
-    order of the model; of each it makes results of the size of its shard, and the last one of the parameter before is
-    still there."""
+    """Returns the most bytes that an optimizer's step has for its results. By default torch steps DTensors one after
+    the other, in the order of the model. The results of each have the size of its shard, and the last one of the
+    parameter before it is not freed yet."""
     shards: list[tuple[int, int]] = []
     for group in groups:
         sent = group.sent

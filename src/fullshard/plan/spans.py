@@ -15,9 +15,9 @@ from .recomputation import AGAIN, ALL_ON_HOST, FROM_HOST, NONE, RECOMPUTATIONS, 
 
 
 class Work(NamedTuple):
-    """What a span computes. `matmul`: operations of matrix products and convolutions; `attention`: of attention;
-    `matmul_nbytes`: bytes that these read and write; `nbytes`: bytes of all others; `kernels`: how many operations;
-    `copied`: bytes that go to the host or come from there, in `copies`."""
+    """The work that a span computes. `matmul`: operations of matrix products and convolutions; `attention`: of
+    attention; `matmul_nbytes`: bytes that these read and write; `nbytes`: bytes of all others; `kernels`: how many
+    operations; `copied`: bytes that go to the host or come from there, in `copies`."""
 
     matmul: float = 0.0
     matmul_nbytes: float = 0.0
@@ -32,7 +32,7 @@ class Work(NamedTuple):
 
 
 class Event(NamedTuple):
-    """What happened before a span: a kind of `schedule.EVENTS`, the number of the unit, and whether the unit's forward
+    """The event before a span: a kind of `schedule.EVENTS`, the number of the unit, and whether the unit's forward
     had inputs that require a gradient."""
 
     kind: str
@@ -41,7 +41,7 @@ class Event(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """What is computed after `event`, until the next one. `peak`, `end`: bytes of activations when there is most of
+    """The computation after `event`, until the next one. `peak`, `end`: bytes of activations when there is most of
     them and of new gradients, and at the end; `loss`: the part of `peak` that the loss made. `gradients`: (unit,
     bytes) of gradients of parameters that came, of which the share `ready` was there at the peak. `hosted`: bytes of
     activations on the host at the end."""

@@ -28,9 +28,10 @@ DIRECT_GATHER_NBYTES = 1 << 20
 
 
 class Optimizer(NamedTuple):
-    """What an optimizer has and makes. Of each parameter: `copies` in its dtype, `nbytes` more for each element, and
-    `counter` bytes for the number of its steps. A step makes `results` of the size of a shard, for one parameter after
-    the other, or of all shards where `lists`. `counted`: a test compares it with what torch's class holds."""
+    """The memory that an optimizer has and makes. Of each parameter: `copies` in its dtype, `nbytes` more for each
+    element, and `counter` bytes for the number of its steps. A step makes `results` of the size of a shard, for one
+    parameter after the other, or of all shards where `lists`. `counted`: a test compares it with what torch's class
+    holds."""
 
     copies: int
     nbytes: float = 0.0
@@ -161,7 +162,7 @@ class Group:
     sent: UnitMemory | None
     parameters: tuple[Parameter, ...]
     state_nbytes: int
-    # Of the parameters, within their unit. Message buffers are shared by layouts of equal names.
+    # The names of the parameters within their unit. Message buffers are shared by layouts of equal names.
     names: tuple[str, ...] = ()
 
     @property

@@ -123,18 +123,18 @@ class _Recorder(TorchDispatchMode):
     def __init__(self, parameters: list[Tensor], others: list[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._lines: list[Line] = []
-        # By the address of the storage's implementation, which is another's once it went.
+        # The numbers by the address of a storage's implementation, which is another's once the storage went.
         self._numbers = {storage_key(tensor.untyped_storage()): -1 for tensor in parameters}
         self._numbers |= {storage_key(tensor.untyped_storage()): -number for number, tensor in enumerate(others, 2)}
         self._known = [*parameters, *others]
         self._count = 0
         self._open: list[int] = []
-        # By use: the number of its first node, and after its last one.
+        # The number of the first node of each use, and the one after its last.
         self.ranges: list[list[int]] = []
         self.inputs: list[set[int]] = []
         self.outputs: list[set[int]] = []
         self.backward = False
-        # By storage: how many operations ran before the one of the forward that reads it last.
+        # Tells for each storage how many operations ran before the one of the forward that reads it last.
         self.last_read: dict[int, int] = {}
         self._ran = 0
         self._now = OUTSIDE
@@ -154,7 +154,7 @@ class _Recorder(TorchDispatchMode):
         return packed
 
     def from_host(self, packed: _Packed) -> Tensor:
-        """It is on the device again."""
+        """Returns the tensor, on the device again."""
         if self.backward:
             self._switch()
         self._pauses = True
@@ -256,7 +256,7 @@ class _Recorder(TorchDispatchMode):
 
 
 class _Results:
-    """What operations give on the meta device, by what they are given. A model's blocks are alike, and torch finds a
+    """The results of operations on the meta device, by their arguments. A model's blocks are alike, and torch finds a
     result's shape in Python, which takes longer than all else that is done here for an operation."""
 
     def __init__(self) -> None:
@@ -308,8 +308,8 @@ def _are_new(results: list[Any], given: set[int]) -> bool:
 
 
 class _OnHost(torch.autograd.graph.saved_tensors_hooks):
-    """What autograd saves inside is on the host, as with `migrate.activations.OnHost`: parameters stay, each tensor is
-    copied each time that it is saved, and comes back for the operation that needs it."""
+    """Keeps on the host what autograd saves inside, as with `migrate.activations.OnHost`: parameters stay, each tensor
+    is copied each time that it is saved, and comes back for the operation that needs it."""
 
     def __init__(self, recorder: _Recorder) -> None:
         def to_host(tensor: Tensor) -> Tensor | _Packed:
@@ -401,7 +401,7 @@ def _with_ends(lines: list[Line]) -> list[Line]:
 
 
 def _parents(lines: list[Line]) -> dict[int, int]:
-    """Of each use, the one around it."""
+    """Returns for each use the one around it."""
     found: dict[int, int] = {}
     open_: list[int] = []
     for line in lines:

@@ -177,7 +177,7 @@ def expect_group(argument: str, value: object) -> None:
 
 
 def expect_state(argument: str, value: object, keys: set[str]) -> None:
-    """What `state_dict()` returned, which has `keys`."""
+    """Checks what `state_dict()` returned, which has `keys`."""
     fits = isinstance(value, Mapping) and keys <= {*value}
     expect(argument, fits, f"a dict with {', '.join(sorted(keys))}", value, "pass what state_dict() returned")
 

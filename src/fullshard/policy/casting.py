@@ -1,4 +1,4 @@
-"""Which inputs of a forward are cast: by the names of its arguments, or by a function."""
+"""Decides which inputs of a forward are cast: by the names of its arguments, or by a function."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def keyword_names(call: Callable[..., Any]) -> list[str]:
 
 
 def chosen(option: Any) -> Chosen | None:
-    """What `cast_forward_inputs` chooses, if it is not False; None for True."""
+    """Returns what `cast_forward_inputs` chooses, if it is not False; None for True."""
     if callable(option):
         accepts: Chosen = option
         return accepts

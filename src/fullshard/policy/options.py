@@ -39,9 +39,9 @@ LAUNCHED = ("STORE_PATH", "LAUNCHER_PID", "RUN_DIR")
 class Options:
     """The resolved options of one root. Raises `ValueError` for an invalid field."""
 
-    # How many units a forward prefetches along the recorded order, unless a byte limit is set.
+    # The number of units that a forward prefetches along the recorded order, unless a byte limit is set.
     prefetch_depth: int = 1
-    # How many reductions may be in flight before the oldest is waited for.
+    # The number of reductions that may be in flight before the oldest is waited for.
     reductions_in_flight: int = 2
     communication: str = "auto"
     watch: str = "auto"
@@ -159,20 +159,20 @@ class CustomComm(Protocol):
 class Controls:
     """The reduction settings of one unit."""
 
-    # One of `COMMUNICATION`; None: the root's option.
+    # The strategy, one of `COMMUNICATION`; None: the root's option.
     communication: str | None = None
-    # Divisor of gradient sums; None: the number of contributing ranks.
+    # The divisor of gradient sums; None: the number of contributing ranks.
     divide_factor: float | None = None
-    # Ask backends only for sums, never for averages.
+    # Whether to ask backends only for sums, never for averages.
     sum_only: bool = False
-    # Called with the reduced flat gradient shards before the last division; in `hook_stream` if set.
+    # Is called with the reduced flat gradient shards before the last division; in `hook_stream` if set.
     hook: Callable[[Tensor], object] | None = None
     hook_stream: Any = None
     gather: CustomComm | None = None
     reduce_scatter: CustomComm | None = None
-    # Reduce zeros for parameters without a gradient.
+    # Whether to reduce zeros for parameters without a gradient.
     zero_unused: bool = False
-    # Limit on send buffers including this unit's; None: the root's option.
+    # The limit on send buffers including this unit's; None: the root's option.
     send_buffers: int | None = None
 
     @property
@@ -193,11 +193,11 @@ class Controls:
 class Scale(NamedTuple):
     """Where a sum of gradients is divided. The product of both numbers is the divide factor."""
 
-    # Divisor within the shard axis: of every contribution, or of the partial sum.
+    # The divisor within the shard axis: of every contribution, or of the partial sum.
     before: float
-    # Divisor of the complete sum, after the hook.
+    # The divisor of the complete sum, after the hook.
     after: float
-    # Backends that support it average over their ranks instead of dividing by `before`.
+    # Whether backends that support it average over their ranks instead of dividing by `before`.
     averages: bool
     # The sum could overflow, so divide every contribution in a reduction by the backend.
     overflows: bool

@@ -83,15 +83,15 @@ GradDtype = torch.dtype | Literal["unset", "any"]
 
 
 class Wanted(NamedTuple):
-    """What the policy and the parameters themselves ask for, whatever the storage dtype becomes. Parameters that ask
-    for the same form a group."""
+    """The dtypes that the policy and the parameters themselves ask for, whatever the storage dtype becomes. Parameters
+    that ask for the same form a group."""
 
     compute: torch.dtype | None = None
     reduce: torch.dtype | None = None
     grad_dtype: GradDtype = "unset"
-    # What `reduce` None follows: one of `REDUCE_DEFAULTS`.
+    # The dtype that `reduce` None follows: one of `REDUCE_DEFAULTS`.
     follows: str = REDUCE_DEFAULTS[0]
-    # `grad_dtype` of the other parameters of the unit, which are reduced in one dtype.
+    # The `grad_dtype` of the other parameters of the unit, which are reduced in one dtype.
     beside: tuple[GradDtype, ...] = ()
 
 
@@ -119,8 +119,8 @@ class Precision(NamedTuple):
 
 
 def wanted_of(policy: MixedPrecisionLike, parameter: nn.Parameter, name: str, follows: str) -> Wanted:
-    """What `policy` asks for `parameter`. Calls its `param_dtype_override_fn`; `ValueError` for a result that torch
-    refuses too."""
+    """Returns the dtypes that `policy` asks for `parameter`. Calls its `param_dtype_override_fn`; `ValueError` for a
+    result that torch refuses too."""
     compute = policy.param_dtype
     override = getattr(policy, "param_dtype_override_fn", None)
     if override is not None:

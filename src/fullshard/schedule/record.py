@@ -44,7 +44,7 @@ class Full(IntEnum):
 
 
 class Phase(IntEnum):
-    """Which part of a step a unit is in."""
+    """The part of a step that a unit is in."""
 
     IDLE = 0
     FORWARD = 1
@@ -64,7 +64,8 @@ NOWHERE = 1 << 62
 
 
 class UnitPlan:
-    """What the rules read about a unit and never write: the user's settings, and facts about its parameters."""
+    """The facts that the rules read about a unit and never write: the user's settings, and facts about its
+    parameters."""
 
     __slots__ = (
         "backward_prefetch",
@@ -154,15 +155,16 @@ class UnitRecord:
         self.name = name
         # Position in `RunRecord.units`; the root is 0.
         self.index = index
-        # Without parameters: takes part in the step, but is never gathered.
+        # Whether it has no parameters: it takes part in the step, but is never gathered.
         self.empty = False
         self.plan = UnitPlan(reshard_after_forward=reshard_after_forward)
         self.full = Full.SHARDED
         self.phase = Phase.IDLE
-        # From the first output gradient until the end of that backward; a forward in between is recomputation.
+        # Whether its backward runs: from the first output gradient until the end of that backward. A forward in between
+        # is recomputation.
         self.in_backward = False
-        # For a unit of several modules: some ran, and others may follow in the same use; an output of those that ran
-        # requires a gradient.
+        # Whether, of several modules of the unit, some ran and others may follow in the same use; whether an output of
+        # those that ran requires a gradient.
         self.pass_open = False
         self.pass_outputs = False
         # Positions in `RunRecord.order` of forwards without their backward yet, oldest first.

@@ -389,7 +389,7 @@ def _close_passes(run: RunRecord, *, but: UnitRecord | None = None) -> None:
 
 
 def _unshard(unit: UnitRecord, commands: Commands, rule: str) -> None:
-    """From SHARDED or SECONDARY to PENDING."""
+    """Brings `unit` from SHARDED or SECONDARY to PENDING."""
     # [R28] Secondary shards are gathered from their block: fewer and closer ranks.
     commands.append(Command("unshard_secondary" if unit.full is Full.SECONDARY else "unshard", unit, rule))
     unit.full = Full.PENDING
@@ -436,7 +436,7 @@ def _show_shards(run: RunRecord, commands: Commands) -> None:
 
 
 def _throw_away(unit: UnitRecord, commands: Commands, rule: str) -> None:
-    """From any state to SHARDED."""
+    """Brings `unit` from any state to SHARDED."""
     unit.pins.count = 0
     if unit.full is Full.PENDING:
         unit.full = Full.SHARDED

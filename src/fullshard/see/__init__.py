@@ -1,4 +1,4 @@
-"""What a record of a run shows, without torch: `fullshard see`.
+"""Shows what a record of a run has, without torch: `fullshard see`.
 
 record      the files: what is in them, and how they are read
 timeline    what each rank did when: compute, commands, waits, and bytes over time

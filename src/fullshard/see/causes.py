@@ -1,4 +1,4 @@
-"""Which messages were waited for and why, and which ranks keep the others waiting.
+"""Finds the messages that were waited for and why, and the ranks that keep the others waiting.
 
 A message is hidden if it arrives before a wait for it begins. The cause of a wait that is not hidden is the first of:
 
@@ -31,8 +31,8 @@ GATHERS = ("unshard", "unshard_secondary")
 
 
 class Exposure(NamedTuple):
-    """What one unit's messages of one kind cost in a step of one rank. Of the message that was waited for longest:
-    `lead`, from issue to need; `took`, from issue to arrival."""
+    """The time that one unit's messages of one kind cost in a step of one rank. Of the message that was waited for
+    longest: `lead`, from issue to need; `took`, from issue to arrival."""
 
     unit: int
     what: str
@@ -48,8 +48,8 @@ class Exposure(NamedTuple):
 
 
 def offsets(run: Run, number: int) -> dict[int, int | None]:
-    """By rank: what to add to times of step `number` so that they are on the clock of the first rank's step; None if
-    that is not known.
+    """Returns for each rank what to add to times of step `number` so that they are on the clock of the first rank's
+    step; None if that is not known.
 
     Ranks of one host share a clock. Others are put so that messages, which no rank has before the last one sent its
     part, arrive at the same time on both: the median over messages."""
@@ -82,7 +82,7 @@ def _step(rank: RankRecord, number: int) -> Step:
 
 
 def exposures(run: Run, rank: RankRecord, number: int) -> list[Exposure]:
-    """What `rank` waited for in step `number`, the longest first."""
+    """Returns what `rank` waited for in step `number`, the longest first."""
     step = _step(rank, number)
     if step.detail is None:
         return []
@@ -117,8 +117,8 @@ def _in_backward(begun: Iterable[State], at: int) -> bool:
 
 
 def _last_sent(run: Run, rank: RankRecord, number: int) -> dict[tuple[str, int], tuple[int, int]]:
-    """By message: of the ranks whose times are known, the one that sent its part last, and when, on the clock of
-    `rank`'s step."""
+    """Returns for each message, of the ranks whose times are known, the one that sent its part last, and when, on the
+    clock of `rank`'s step."""
     there = Run(run.path, tuple(each for each in run.ranks if each.step(number) is not None), run.missing)
     if not there.ranks:
         return {}
@@ -193,7 +193,7 @@ def _cause(
 
 
 def _fact(step: Step, message: Message) -> str:
-    """What this rank's record shows by itself."""
+    """Says what this rank's record shows of a message by itself."""
     lead, took = (message.need or 0) - message.issue, (message.arrived or message.need or 0) - message.issue
     if message.purpose == "reduce":
         where = "at the end of the backward" if _is_at_the_end(step, message) else "before the next reduction"
@@ -285,7 +285,8 @@ def standings(run: Run, number: int) -> list[Standing]:
 
 
 def _parts(run: Run, number: int) -> list[list[tuple[int, int]]]:
-    """Of each message that several ranks have in step `number`: when each sent its part, and which, in order."""
+    """Returns for each message that several ranks have in step `number`: when each sent its part, and which, in
+    order."""
     shift = offsets(run, number)
     sent: defaultdict[tuple[str, int], list[tuple[int, int]]] = defaultdict(list)
     for rank in run.ranks:

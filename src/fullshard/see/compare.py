@@ -1,4 +1,4 @@
-"""What changed between two runs: settings, times, bytes, waits and losses."""
+"""Compares two runs: settings, times, bytes, waits and losses."""
 
 from __future__ import annotations
 

@@ -316,7 +316,7 @@ def _changed(found: Sequence[Change], runs: Sequence[Run]) -> list[str]:
 
 
 def _both(runs: Sequence[Run]) -> list[str]:
-    """What both runs have by step, in one picture each."""
+    """Draws what both runs have by step, in one picture each."""
     names = [f"{letter}: {run.name}" for letter, run in zip("AB", runs, strict=True)]
     lines = list(zip(names, _RUN_COLORS, runs, strict=True))
     parts = ["<h2>Step by step</h2>"]

@@ -26,7 +26,7 @@ COLORS = {
     "staging": "#99f6e4",
 }
 _WAIT, _HOST, _OTHER = "#dc2626", "#52525b", "#d4d4d8"
-# Units beyond this share a row in pictures by unit: a person cannot tell more of them apart.
+# Units beyond this share a row in pictures by unit: more rows could not be distinguished.
 _ROWS = 40
 
 
@@ -100,7 +100,7 @@ def picture(rank: RankRecord, step: Step) -> str:
 
 
 def _key() -> str:
-    """What the colours mean."""
+    """Explains the colours."""
     parts, x = [], float(LEFT)
     for name, color in (*COLORS.items(), ("waits", _WAIT), ("commands", _HOST)):
         parts.append(f'<rect x="{x:.0f}" y="6" width="10" height="10" fill="{color}"/>' + _text(x + 14, 15, name))
@@ -170,7 +170,7 @@ def _span(rank: RankRecord, axis: Axis, span: Span, y: float) -> str:
 
 
 def _arrow(x1: float, y1: float, x2: float, y2: float, *, exposed: bool) -> str:
-    """From the message's begin up to the moment in which it was needed."""
+    """Draws an arrow from the message's begin up to the moment in which it was needed."""
     color = _WAIT if exposed else "#9ca3af"
     return (
         f'<path class="need" d="M{x1:.1f},{y1:.1f} L{x2:.1f},{y2 + 2:.1f} m-3,5 l3,-5 l3,5" fill="none" '
@@ -182,7 +182,8 @@ def _arrow(x1: float, y1: float, x2: float, y2: float, *, exposed: bool) -> str:
 
 
 def bytes_by_kind(rank: RankRecord, step: Step, *, end: int = 0, most: int = 0) -> str:
-    """What the library holds, stacked by kind. `end`, `most`: ends of the axes, if they are not the step's own."""
+    """Draws the bytes that the library holds, stacked by kind. `end`, `most`: ends of the axes, if they are not the
+    step's own."""
     assert step.detail is not None
     memory = Memory(step.detail)
     axis = Axis(end or step.nanoseconds)

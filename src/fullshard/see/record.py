@@ -28,7 +28,7 @@ KINDS = ("shards", "optimizer", "sharded gradients", "full", "secondary", "gradi
 
 
 class RecordError(Exception):
-    """There is no record, or it cannot be read. The text is one line."""
+    """Raised where there is no record, or it cannot be read. The text is one line."""
 
 
 class EmptyRecordError(RecordError):
@@ -58,8 +58,8 @@ def parts_of(name: str) -> tuple[int, int]:
 
 
 class Event(NamedTuple):
-    """What the runtime reported (schedule/events.py). `unit`: index in the header. `device`: when the device came to
-    it, on the device's clock since its first event of the step; None on a CPU."""
+    """An event that the runtime reported (schedule/events.py). `unit`: index in the header. `device`: when the device
+    came to it, on the device's clock since its first event of the step; None on a CPU."""
 
     at: int
     kind: str
@@ -112,7 +112,7 @@ class Message(NamedTuple):
 
 
 class Level(NamedTuple):
-    """From `at` on, `unit` (-1: no single one) holds `nbytes` of `kind`."""
+    """The bytes held from `at` on: `unit` (-1: no single one) holds `nbytes` of `kind`."""
 
     at: int
     unit: int
@@ -122,7 +122,7 @@ class Level(NamedTuple):
 
 @dataclass(frozen=True)
 class Detail:
-    """What was recorded within a step, each in the order of its times."""
+    """The record of one step in full: each kind in the order of its times."""
 
     events: tuple[Event, ...] = ()
     commands: tuple[Command, ...] = ()
@@ -159,7 +159,7 @@ class Step:
 
 
 class Note(NamedTuple):
-    """Something that happened between steps: a checkpoint. `at`: on the rank's clock."""
+    """An event between steps: a checkpoint. `at`: on the rank's clock."""
 
     what: str
     at: int
@@ -184,8 +184,8 @@ class Unit:
 
 @dataclass(frozen=True)
 class Header:
-    """What does not change. `clock`: one moment in nanoseconds of Unix time, and on the rank's clock; `host`: equal on
-    ranks that share a clock."""
+    """The part of a record that does not change. `clock`: one moment in nanoseconds of Unix time, and on the rank's
+    clock; `host`: equal on ranks that share a clock."""
 
     rank: int
     world: int
@@ -270,7 +270,7 @@ class Run:
         )
 
     def _lacking(self) -> str:
-        """Which ranks have no step in full, where others have some."""
+        """Returns the ranks that have no step in full, where others have some."""
         without = [rank.header.rank for rank in self.ranks if not (rank.detailed() or rank.detailed(failed=True))]
         if not 0 < len(without) < len(self.ranks):
             return ""
@@ -278,7 +278,7 @@ class Run:
 
     @property
     def remarks(self) -> list[str]:
-        """What is not whole: ranks without a record, files without an end."""
+        """Names what is not whole: ranks without a record, files without an end."""
         found = []
         if self.missing:
             found.append(f"no record here of {ranks_named(self.missing)}")

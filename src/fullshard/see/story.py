@@ -39,7 +39,7 @@ def summary(run: Run, number: int, shown: int = 3) -> str:
 
 
 def remarks(run: Run) -> list[str]:
-    """What is not whole in the record, and each failed step with what was held then."""
+    """Names what is not whole in the record, and each failed step with what was held then."""
     lines = [f"{run.name}: {text}" for text in run.remarks]
     for rank in run.ranks:
         for step in rank.steps:
@@ -50,8 +50,8 @@ def remarks(run: Run) -> list[str]:
 
 
 def held_at_failure(rank: RankRecord, step: Step, shown: int = 6) -> list[str]:
-    """What was held when `step` failed: of the library by kind, the largest things in it, and of the device or the
-    process in all."""
+    """Lists what was held when `step` failed: of the library by kind, the largest things in it, and of the device or
+    the process in all."""
     if not step.held:
         return []
     kinds: Counter[str] = Counter()
@@ -110,7 +110,7 @@ def rule_texts() -> dict[str, str]:
 
 
 def story(rank: RankRecord, step: Step, name: str) -> str:
-    """The story of the unit `name` in `step`. Raises `RecordError` for a unit that there is not."""
+    """The story of the unit `name` in `step`. Raises `RecordError` if there is no such unit."""
     units = rank.header.units
     numbers = [number for number, unit in enumerate(units) if unit.name == name]
     if not numbers:

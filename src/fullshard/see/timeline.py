@@ -1,4 +1,5 @@
-"""What one rank did in one step, and when: compute, commands, waits for messages; and the bytes that it held.
+"""Reconstructs what one rank did in one step, and when: compute, commands, waits for messages; and the bytes that it
+held.
 
 On a CPU the thread that computes also issues commands and waits, so these three fill the step without a gap. On a
 device the spans are those of the device's clock: compute, and waits of its stream.
@@ -19,7 +20,8 @@ _LAG = 50_000
 
 
 class Span(NamedTuple):
-    """From `begin` to `end`, in nanoseconds since the step began. `what`: the phase, the command, or the message."""
+    """A time from `begin` to `end`, in nanoseconds since the step began. `what`: the phase, the command, or the
+    message."""
 
     kind: str
     begin: int
@@ -29,7 +31,7 @@ class Span(NamedTuple):
 
 
 class State(NamedTuple):
-    """From `at` on, compute belongs to `unit` (-1: none) and `phase`."""
+    """A state: from `at` on, compute belongs to `unit` (-1: none) and `phase`."""
 
     at: int
     unit: int
@@ -37,7 +39,7 @@ class State(NamedTuple):
 
 
 def states(detail: Detail, *, device: bool = False) -> list[State]:
-    """Whose compute it is, from event to event. `device`: on the device's clock."""
+    """Returns the unit that computes, from event to event. `device`: on the device's clock."""
     found = [State(0, -1, "before the forward")]
     stack: list[tuple[int, str]] = []
     backward = -1

@@ -156,7 +156,7 @@ def _train(arguments: argparse.Namespace) -> int:
 
 
 def _taken(arguments: argparse.Namespace) -> Taken | None:
-    """What --from says. Raises `ConfigError`."""
+    """Returns what --from says. Raises `ConfigError`."""
     from fullshard.migrate.verdict import MigrationError
     from fullshard.train.elsewhere import take
 

@@ -151,7 +151,7 @@ class Config:
     model: ModelKeys = ModelKeys()
     training: TrainingKeys = TrainingKeys()
     optimizer: OptimizerKeys = OptimizerKeys()
-    # What `prepare_fully_shard` takes, as far as the trainer's model leaves a choice.
+    # The settings of `prepare_fully_shard`, as far as the trainer's model leaves a choice.
     sharding: ShardingConfig = ShardingConfig()
     data: DataKeys = DataKeys()
     metrics: MetricsKeys = MetricsKeys()
@@ -368,7 +368,7 @@ def _of_tables(tables: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any
 
 
 def _of_override(text: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What `--set` says, as `_of_tables`."""
+    """Returns what `--set` says, as `_of_tables` does."""
     name, equals, raw = text.partition("=")
     name, raw = name.strip(), raw.strip()
     section, _, key = name.partition(".")

@@ -213,7 +213,7 @@ class SampleOrder:
     """
 
     def __init__(self, *, num_tokens: int, sequence_length: int, seed: int) -> None:
-        # Room for the largest offset (T - 1) and for the last target, one token after the last window.
+        # The room for the largest offset (T - 1) and for the last target, one token after the last window.
         self.num_windows = (num_tokens - sequence_length) // sequence_length
         self.sequence_length, self.seed = sequence_length, seed
         if self.num_windows < 1:

@@ -29,7 +29,7 @@ class Taken:
 
 
 def take(path: Path) -> Taken:
-    """What the trainer takes of a configuration of another library, or of a `*.fullshard.toml` that `fullshard
+    """Returns what the trainer takes of a configuration of another library, or of a `*.fullshard.toml` that `fullshard
     migrate` wrote. Raises `MigrationError` or `ConfigError` for what cannot be read."""
     settings: dict[str, Any] = {}
     if path.name.endswith(".fullshard.toml"):
@@ -73,7 +73,7 @@ def _trained(converted: Conversion) -> list[Finding]:
 
 
 class _Row(NamedTuple):
-    """What becomes of a setting of `prepare_fully_shard` that is not the default."""
+    """A setting of `prepare_fully_shard` that is not the default, and what becomes of it."""
 
     key: str
     value: Any
@@ -150,7 +150,7 @@ def _activations(config: ShardingConfig) -> Iterator[_Row]:
 
 
 def _changed(config: ShardingConfig, section: str) -> Iterator[tuple[str, Any]]:
-    """What a section has beside its defaults, by `section.key`."""
+    """Yields what a section has beside its defaults, by `section.key`."""
     keys, default = getattr(config, section), getattr(ShardingConfig(), section)
     for key in fields(keys):
         if (value := getattr(keys, key.name)) != getattr(default, key.name):

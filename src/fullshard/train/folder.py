@@ -236,11 +236,11 @@ class Checkpoints:
         self.model, self.optimizer = model, optimizer
         self.facts = facts  # must be equal when the run continues: the corpus, the seed
         self.micro = micro if micro is not None and micro.search != "fixed" else None
-        # Saves in the background, oldest first: one, or two with a queue.
+        # The saves in the background, oldest first: one, or two with a queue.
         self._under_way: list[checkpoint.SaveFuture] = []
-        # One of them has failed on some process: all learn of it with the figures of a step.
+        # Whether one of them has failed on some process: all learn of it with the figures of a step.
         self.failed_somewhere = False
-        # On rank 0: (new path, reason) of damaged checkpoints that `resume` set aside.
+        # The (new path, reason), on rank 0, of damaged checkpoints that `resume` set aside.
         self.aside: list[tuple[Path, str]] = []
 
     def resume(self) -> tuple[int, Path | None]:

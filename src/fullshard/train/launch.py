@@ -122,7 +122,7 @@ _LOOK_SECONDS = 0.5
 
 @contextmanager
 def waking_stopped() -> Iterator[None]:
-    """Inside, stopped children (SIGSTOP, a debugger that left) with a pending SIGTERM are woken.
+    """Wakes stopped children (SIGSTOP, a debugger that left) with a pending SIGTERM, inside.
 
     A stopped process receives only SIGKILL, which the agent sends half a minute after a process failed. Woken, it ends
     like the others. Linux only; elsewhere it takes the agent's half minute.

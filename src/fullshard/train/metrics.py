@@ -59,7 +59,7 @@ class StepRecord:
         return json.dumps(without_nan(fields), allow_nan=False)
 
     def metrics(self) -> dict[str, float]:
-        """Those by which checkpoints can be compared; those of validation if the step validated."""
+        """The metrics by which checkpoints can be compared; those of validation if the step validated."""
         found = {name: getattr(self, name) for name in ("loss", "bits_per_byte", "val_loss", "val_bits_per_byte")}
         return {name: value for name, value in found.items() if value is not None}
 

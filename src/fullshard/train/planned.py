@@ -58,7 +58,7 @@ def strategy_of(config: Config, world: int, backend: str) -> Strategy:
 
 
 def _recomputed(config: Config) -> str | tuple[str, ...]:
-    """For one or each unit, the root first."""
+    """Returns the way of recomputation for all units, or for each, the root first."""
     keys = config.sharding.activation_checkpointing
     way = "none"
     if keys.at != "none" and keys.recompute:

@@ -164,8 +164,8 @@ _stop = _Stop()
 
 @contextmanager
 def noting_stops(grace_seconds: float) -> Iterator[None]:
-    """Inside, SIGTERM is only noted: `stop_requested` returns it. A process that has not ended `grace_seconds` later is
-    ended anyway."""
+    """Notes SIGTERM inside, and does no more: `stop_requested` returns it. A process that has not ended `grace_seconds`
+    later is ended anyway."""
     _stop.signum, _stop.grace_seconds, _stop.noting = 0, grace_seconds, True
     try:
         yield
@@ -180,7 +180,7 @@ def stop_requested() -> int:
 
 
 def stop_on_signals() -> None:
-    """From now on SIGINT, SIGTERM and SIGHUP raise `Interrupted` in the main thread, and are sure to end the process.
+    """Makes SIGINT, SIGTERM and SIGHUP raise `Interrupted` in the main thread, and are sure to end the process.
 
     A Python handler runs only between two bytecodes, so a main thread that waits for a peer inside a collective does
     not run it. But the interpreter writes every signal to a pipe at once. A thread reads that pipe and ends the process

@@ -1,5 +1,5 @@
-"""Which exercises a setting can do, and why it cannot do the others: tried with the plain model, before any process is
-started."""
+"""Decides which exercises a setting can do, and why it cannot do the others: tried with the plain model, before any
+process is started."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .setting import EXERCISES, Setting
 
 
 class Applicable:
-    """Of one program on one device; what was tried once is not tried again for another setting."""
+    """The exercises of one program on one device; what was tried once is not tried again for another setting."""
 
     def __init__(self, program: Program, device: torch.device, ranks: int | None) -> None:
         """`ranks`: the number of another world, None if there are no devices for one."""
@@ -23,7 +23,7 @@ class Applicable:
         self._tried: dict[Any, str] = {}
 
     def exercises(self, setting: Setting) -> tuple[tuple[str, ...], dict[str, str]]:
-        """Those that apply, in order, and by name why another does not."""
+        """Returns those that apply, in order, and by name why another does not."""
         if not setting.is_fsdp2:
             return (), {"all": f"not under {setting.library}"}
         reasons: dict[str, str] = {}

@@ -20,17 +20,17 @@ Parts = list[list[dict[str, Tensor | None]]]
 
 
 class Causes:
-    """Of one setting."""
+    """The causes of one setting's difference."""
 
     def __init__(self, setting: Setting, reference: Reference) -> None:
         self.setting, self.reference = setting, reference
-        # Rank 0's record of the step before, and the parameters from which that step began: for values that are stale.
+        # The record of the step before, of rank 0, and the parameters from which it began: for values that are stale.
         self.last: tuple[Step, dict[str, Tensor]] | None = None
         # The dim along which each parameter is cut, by its name; missing if it is not known.
         self.cuts: dict[str, int] = {}
         # The running step, and the buffers of each rank before it.
         self.step, self.buffers = 0, list[dict[str, Tensor]]()
-        # The step, and what it gives where a fault leaves out casts.
+        # The number of a step, and the values that it gives where a fault leaves out casts.
         self._uncast: tuple[int, Parts] | None = None
 
     def of_use(self, name: str, found: Tensor, wanted: Tensor, _: float) -> str:
@@ -212,7 +212,7 @@ def _along(dim: int) -> str:
 
 
 def errors(found: Tensor, expected: Tensor) -> Tensor:
-    """In float64; infinite where something is not finite on one side alone."""
+    """Returns the errors in float64; infinite where something is not finite on one side alone."""
     found, expected = found.double(), expected.double()
     same = (found == expected) | (found.isnan() & expected.isnan())
     return (found - expected).abs().nan_to_num(nan=math.inf, posinf=math.inf).masked_fill(same, 0.0)

@@ -71,7 +71,7 @@ class Difference:
 
 @dataclass
 class Result:
-    """What came of one setting. `errors`: the largest error of each parameter's gradients, relative to the largest
+    """The result of one setting. `errors`: the largest error of each parameter's gradients, relative to the largest
     element, and what was allowed; `notes`: what could not be checked, and why."""
 
     setting: Setting
@@ -84,10 +84,10 @@ class Result:
     same_bits: int = 0
     noise: float = 0.0
     notes: list[str] = field(default_factory=list)
-    # What was done beside steps; and by name why something was not.
+    # The exercises done beside steps; and by name why another was not done.
     exercised: tuple[str, ...] = ()
     not_exercised: dict[str, str] = field(default_factory=dict)
-    # With torch's FSDP2 as the reference: how many values of the first step were compared, and had the same bits.
+    # The number of values of the first step that were compared with torch's FSDP2, and that had the same bits.
     beside: tuple[int, int] | None = None
 
     @property
@@ -127,12 +127,12 @@ class Comparison:
         self.causes = Causes(setting, self.reference)
         # Of the sharded training where the comparison is: the parameters, and the buffers of each rank.
         self.parameters, self.buffers = dict[str, Tensor](), list[dict[str, Tensor]]()
-        # Of the step where the comparison is: its number, the records of all ranks, what they must give, and the scale
+        # The step where the comparison is: its number, the records of all ranks, what they must give, and the scale
         # of the loss.
         self.latest: tuple[int, list[Step], Expected, float] | None = None
-        # Of each data-parallel rank: see `kernels.control`.
+        # The control of each data-parallel rank: see `kernels.control`.
         self._controls = list[dict[str, int]]()
-        # By name: what sizes the first step's gradients are sums of.
+        # The sizes of which the first step's gradients are sums, by name.
         self._sizes: dict[str, float] = {}
         # Whether the same kernels compute on both sides, so that bits have to be equal; of forward and backward, and of
         # the optimizer.
@@ -281,8 +281,8 @@ class Comparison:
     def _uses(
         self, step: int, phase: str, found: list[Uses], parameters: dict[str, Tensor], label: str = ""
     ) -> Sequence[Difference | None]:
-        """Of full parameters: each forward must compute with what the shards hold. `label`: of the phase, if it has
-        another."""
+        """Compares full parameters: each forward must compute with what the shards hold. `label`: of the phase, if it
+        has another."""
         differences: list[Difference | None] = []
         for rank, record in enumerate(found):
             for used in record.others:
@@ -388,8 +388,8 @@ class Comparison:
     def _copies(
         self, step: int, phase: str, apart: Sequence[Sequence[Held]], whole: Mapping[str, Any]
     ) -> Sequence[Difference | None]:
-        """Of shards that several ranks hold: those that are not what the first of these ranks holds. `whole`: what
-        that has, by name, or by name and key."""
+        """Compares shards that several ranks hold: those that are not what the first of these ranks holds. `whole`:
+        what that has, by name, or by name and key."""
         differences: list[Difference | None] = []
         for rank, held in enumerate(apart):
             for one in reversed(held) if phase == "backward" else held:
@@ -574,7 +574,8 @@ def _at_least(allowed: float | Tensor, noise: float) -> float | Tensor:
 
 
 def _update_allowed(found: Tensor, wanted: Tensor, old: Tensor) -> Tensor:
-    """By element: either computation rounds a few times at the size of the parameter and of its change."""
+    """Returns what each element may differ by: either computation rounds a few times at the size of the parameter and
+    of its change."""
     if not found.is_floating_point():
         return torch.zeros(found.shape, dtype=torch.float64)
     sizes = torch.stack([t.double().abs() for t in (found, wanted, old)]).amax(0)

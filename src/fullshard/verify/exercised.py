@@ -174,7 +174,7 @@ class FullComparison(Comparison):
     # ---- state ---------------------------------------------------------------------------------------------------
 
     def _names(self, phase: str, found: list[list[str]]) -> Sequence[Difference | None]:
-        """Of state dicts: those of the plain model, in its order."""
+        """Compares the names of state dicts: those of the plain model, in its order."""
         wanted = list(self.reference.stepped.state_dict())
         differences: list[Difference | None] = []
         for rank, names in enumerate(found):
@@ -323,7 +323,7 @@ def _labelled(exercise: str, phases: Any) -> Differences:
 
 
 def _by_moment(evaluated: list[list[Evaluated]]) -> dict[str, list[list[Evaluated]]]:
-    """By `when`, the evaluations in order, each as those of all ranks."""
+    """Returns by `when` the evaluations in order, each as those of all ranks."""
     found: dict[str, list[list[Evaluated]]] = {}
     for records in zip(*evaluated, strict=True):
         found.setdefault(records[0].when, []).append(list(records))

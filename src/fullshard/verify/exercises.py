@@ -1,4 +1,4 @@
-"""What a training does beside steps, done by a sharded one after its last step, and written down.
+"""Does what a training does beside steps: a sharded one does it after its last step and writes the values down.
 
     clipping        a further step, whose gradients are clipped before the optimizer takes them
     evaluation      losses without gradients: before, within and after that step, and after parameters were replaced
@@ -71,7 +71,7 @@ class Other(NamedTuple):
 
 
 class Loaded(NamedTuple):
-    """What one rank has after a load: how many values were looked at, those that differ, and the buffers."""
+    """The state of one rank after a load: how many values were looked at, those that differ, and the buffers."""
 
     looked: int
     others: list[Other]
@@ -104,9 +104,9 @@ class Cast(NamedTuple):
 
 
 class Exercised(NamedTuple):
-    """Of one rank; None of what was not exercised. `names`: in a plain state dict, and its values that differ from
-    those of the model. `step`: with `clipped`'s gradients. `in_place`: loaded from plain state dicts; `again`: from a
-    checkpoint, and `continued` from there."""
+    """The values that exercises found on one rank; None of what was not exercised. `names`: in a plain state dict, and
+    its values that differ from those of the model. `step`: with `clipped`'s gradients. `in_place`: loaded from plain
+    state dicts; `again`: from a checkpoint, and `continued` from there."""
 
     evaluated: list[Evaluated]
     clipped: Clipped | None
@@ -121,7 +121,7 @@ class Exercised(NamedTuple):
 
 
 class State(NamedTuple):
-    """Of a training, whole on every rank."""
+    """The state of a training, whole on every rank."""
 
     parameters: dict[str, Tensor]
     state: dict[str, dict[str, Any]]
@@ -199,7 +199,7 @@ def exercise(training: Training, folder: Path) -> Exercised:
 
 
 def load_elsewhere(training: Training, folder: Path) -> Loaded:
-    """What a training on another number of ranks has after it loaded the checkpoint."""
+    """Returns the state of a training on another number of ranks after it loaded the checkpoint."""
     with during("exercising another world"):
         _disturb(training.model)
         _load(training, folder)
@@ -231,7 +231,7 @@ def state_of(training: Training) -> State:
 
 
 def loaded(training: Training, wanted: State) -> Loaded:
-    """What the training has, compared with `wanted`. Collective."""
+    """Returns the state of the training, compared with `wanted`. Collective."""
     found = state_of(training)
     looked, others = differing(found.parameters, wanted.parameters)
     for name in found.state.keys() | wanted.state.keys():
@@ -295,7 +295,7 @@ def _save(training: Training, folder: Path) -> None:
 
 
 def _load(training: Training, folder: Path) -> None:
-    """Into a model and an optimizer that has not stepped."""
+    """Loads into a model and an optimizer that has not stepped."""
     model, optimizer = checkpoint.get_state_dict(training.model, training.optimizer)
     state = {"model": model, "optimizer": optimizer}
     checkpoint.load(state, checkpoint_id=folder / "checkpoint")
@@ -332,18 +332,18 @@ def _clip(training: Training) -> Clipped:
 
 
 def _state_dict(training: Training) -> dict[str, Any]:
-    """Under the names of the plain model, whole."""
+    """Returns the state dict whole, under the names of the plain model."""
     return {clean(name): full(value) for name, value in training.model.state_dict().items()}
 
 
 def _in_modules(model: nn.Module) -> dict[str, Any]:
-    """What a state dict has to have the values of: parameters, under each name, and buffers."""
+    """Returns the tensors whose values a state dict has to have: parameters, under each name, and buffers."""
     found = {clean(name): full(p) for name, p in model.named_parameters(remove_duplicate=False)}
     return found | {clean(name): full(buffer) for name, buffer in model.named_buffers(remove_duplicate=False)}
 
 
 def _among(found: dict[str, Any], wanted: dict[str, Any]) -> tuple[int, list[Other]]:
-    """As `differing`, of what is tensors in both; names are compared with those of the plain model."""
+    """Does what `differing` does for the tensors in both; names are compared with those of the plain model."""
     both = [name for name in found if name in wanted and isinstance(found[name], Tensor)]
     return differing({name: found[name] for name in both}, {name: wanted[name] for name in both})
 

@@ -77,7 +77,7 @@ class Place(NamedTuple):
 
 
 def changed(setting: Setting) -> dict[str, Setting]:
-    """By the place that it leaves out: `setting` with one thing changed."""
+    """Returns `setting` with one thing changed, by the place that it leaves out."""
     strategy = setting.strategy
     found: dict[str, Setting] = {}
     if setting.library == "fullshard":
@@ -98,7 +98,7 @@ def changed(setting: Setting) -> dict[str, Setting]:
 
 
 class Experiments:
-    """For the first difference of one setting."""
+    """The experiments for the first difference of one setting."""
 
     def __init__(self, program: Program, setting: Setting, device: torch.device, train: Train) -> None:
         self.program, self.setting, self.device, self.train = program, setting, device, train
@@ -248,11 +248,11 @@ def _equal(own: Tensor | None, wanted: Tensor | None, *, exactly: bool) -> bool:
 
 
 def _is_of_backward(cause: str) -> bool:
-    """Of causes that were found by their pattern: those of one rank's backward."""
+    """Whether a cause that was found by its pattern is one of a rank's backward."""
     return "tie" in cause or "computed again" in cause
 
 
 def _without(changes: list[str]) -> str:
-    """In words, what makes the difference go away."""
+    """Says in words what makes the difference go away."""
     words = [("with one replica" if change == REPLICAS else f"without {change}") for change in changes]
     return f"all is right {' or '.join(words)}" if words else ""

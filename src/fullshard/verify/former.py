@@ -36,7 +36,7 @@ _STRATEGIES = {
 
 
 class Replicated:
-    """Under DDP. Parameters, gradients and state are whole on every rank."""
+    """Trains under DDP. Parameters, gradients and state are whole on every rank."""
 
     def __init__(self, program: Program, model: nn.Module, setting: Setting, mesh: DeviceMesh) -> None:
         if setting.strategy.dtype is not None or setting.strategy.tensor > 1:
@@ -67,8 +67,8 @@ class Replicated:
 
 
 class Fsdp1:
-    """Under `FullyShardedDataParallel`, with the units that the program shards. Offload has no effect: torch refuses
-    it on the CPU."""
+    """Trains under `FullyShardedDataParallel`, with the units that the program shards. Offload has no effect: torch
+    refuses it on the CPU."""
 
     def __init__(self, program: Program, model: nn.Module, setting: Setting, mesh: DeviceMesh) -> None:
         strategy, self.weights = setting.strategy, Weights()

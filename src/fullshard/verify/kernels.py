@@ -97,7 +97,7 @@ def _trains(value: Tensor) -> bool:
 
 
 def _pieces(value: Tensor, dim: int, shards: int) -> list[Tensor]:
-    """As `Shard(dim)` cuts it: the last ones may be smaller, or empty."""
+    """Returns the pieces that `Shard(dim)` cuts it into: the last ones may be smaller, or empty."""
     if not value.ndim:
         return [value] * shards
     size = -(-value.shape[dim] // shards)

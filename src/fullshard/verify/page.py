@@ -38,7 +38,7 @@ def table(results: Sequence[Result]) -> str:
 
 
 def _exercised(results: Sequence[Result]) -> list[str]:
-    """What was exercised and equal, and what was not exercised and why, each with the settings of which it is true."""
+    """Says what was exercised and equal, and what was not exercised and why, each with its settings."""
     found: dict[str, list[str]] = {}
     for result in results:
         lines = [f"not exercised: {name}: {why}" for name, why in result.not_exercised.items()]
@@ -50,7 +50,7 @@ def _exercised(results: Sequence[Result]) -> list[str]:
 
 
 def _texts(result: Result) -> list[str]:
-    """What is said of it in sentences."""
+    """Returns the sentences about a result."""
     texts = [result.failure, str(result.difference) if result.difference else "", *result.notes]
     if result.beside is not None:
         compared, same = result.beside
@@ -62,7 +62,7 @@ def _texts(result: Result) -> list[str]:
 
 
 def as_json(entry: str, results: Sequence[Result]) -> dict[str, Any]:
-    """What `fullshard verify --json` prints."""
+    """Returns what `fullshard verify --json` prints."""
     found = []
     for result in results:
         setting = result.setting

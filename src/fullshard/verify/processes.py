@@ -1,4 +1,4 @@
-"""What each process does: the trainings of all settings, one after the other, and their records as files.
+"""Runs in each process: the trainings of all settings, one after the other, and their records as files.
 
 folder/before/        what was there before the first step; `rank-0.pt` also holds every full parameter
 folder/step-0/        what one step used and made: losses, generators and buffers of each rank; full gradients,
@@ -27,7 +27,7 @@ from .kernels import control
 from .setting import Setting
 from .subject import Training
 
-Deed = Callable[[Program, Setting, torch.device, Path], object]
+Task = Callable[[Program, Setting, torch.device, Path], object]
 
 
 def train(program: Program, setting: Setting, device: torch.device, folder: Path) -> None:
@@ -48,7 +48,7 @@ def train_elsewhere(program: Program, setting: Setting, device: torch.device, fo
     write(folder / "elsewhere", dist.get_rank(), load_elsewhere(Training(program, setting, device), folder))
 
 
-def run_rank(settings: list[Setting], folders: list[str], uses_numpy: bool, deed: Deed = train) -> None:
+def run_rank(settings: list[Setting], folders: list[str], uses_numpy: bool, task: Task = train) -> None:
     """One rank of several settings, one after the other; writes their records. torchrun's environment names the rank.
     `uses_numpy`: the program does, at the latest in its first forward."""
     if uses_numpy:
@@ -59,11 +59,11 @@ def run_rank(settings: list[Setting], folders: list[str], uses_numpy: bool, deed
         device = torch.device(kind, int(os.environ["LOCAL_RANK"]))
         torch.accelerator.set_device_index(device.index)
     dist.init_process_group(dist.get_default_backend_for_device(device))
-    rank, name = dist.get_rank(), deed.__name__
+    rank, name = dist.get_rank(), task.__name__
     try:
         for setting, folder in zip(settings, folders, strict=True):
             try:
-                deed(find_program(setting.entry), setting, device, Path(folder))
+                task(find_program(setting.entry), setting, device, Path(folder))
             except BaseException as error:
                 notes = "".join(f"{note}: " for note in getattr(error, "__notes__", ()) if "\n" not in note)
                 text = f"{notes}{type(error).__name__}: {error}\n{traceback.format_exc()}"

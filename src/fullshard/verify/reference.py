@@ -42,8 +42,8 @@ from .values import cast, casting, floats_in
 
 
 class Expected(NamedTuple):
-    """What a step must give; lists are by data rank (`Setting.data_rank`). `parts`: of each micro-batch, each gradient
-    before the reduction, divided as the mean divides it; the expected gradient is their sum."""
+    """The values that a step must give; lists are by data rank (`Setting.data_rank`). `parts`: of each micro-batch,
+    each gradient before the reduction, divided as the mean divides it; the expected gradient is their sum."""
 
     losses: list[list[Tensor]]
     generators: list[list[dict[str, str]]]
@@ -57,7 +57,7 @@ class Expected(NamedTuple):
         return [[None if (p := part[name]) is None else (p * scale).to(dtype) for part in row] for row in self.parts]
 
     def gradient(self, name: str) -> Tensor | None:
-        """In float64."""
+        """Returns the gradient, in float64."""
         found = [part for rank in self.parts for micro in rank if (part := micro[name]) is not None]
         return torch.stack([part.double() for part in found]).sum(0) if found else None
 
@@ -81,15 +81,15 @@ class Reference:
         self.initial_buffers = buffers_of(self.computing)
         self.trainable = {name for name, p in named(self.computing) if p.requires_grad}
         self.optimizer = program.optimizer(self.stepped.parameters())
-        # Of the loss; halved after gradients that are not finite, as a GradScaler does.
+        # The scale of the loss; halved after gradients that are not finite, as a GradScaler does.
         self.scale = SCALE if setting.strategy.precision == "fp16" else 1.0
         # Whether a forward that is computed again in backward casts its inputs; only a fault does not.
         self._casts_again, self._in_backward = True, False
-        # Buffers that a forward which is computed again in backward updates once more.
+        # The buffers that a forward which is computed again in backward updates once more.
         self.updated_again = set[str]()
         if setting.strategy.dtype is not None:
             self._compute_in(self.computing, setting.strategy.dtype)
-        # Of each forward, its data rank, and of each call of the model in it the floating outputs, where they are cast.
+        # The data rank of each forward, and of each call of the model in it the floating outputs, where they are cast.
         self.outputs: list[tuple[int, list[list[tuple[str, torch.dtype]]]]] = []
         if output_dtype is not None:
             self.computing.forward = self._casting_outputs(self.computing.forward, output_dtype)
@@ -185,7 +185,7 @@ class Reference:
         return loss.detach().cpu(), state, parts
 
     def dtypes(self, name: str) -> tuple[torch.dtype, torch.dtype]:
-        """In which the parameter computes, and is stored."""
+        """Returns the dtypes in which the parameter computes, and is stored."""
         models = dict(named(self.computing)), dict(named(self.stepped))
         return models[0][name].dtype, models[1][name].dtype
 
@@ -200,7 +200,7 @@ class Reference:
         return loss.detach().cpu(), generators(self.device), buffers_of(model)
 
     def restart(self, state: dict[str, Any], scale: float) -> None:
-        """As in another process, which loads the optimizer's state dict."""
+        """Starts as in another process, which loads the optimizer's state dict."""
         self.optimizer, self.scale = self.program.optimizer(self.stepped.parameters()), scale
         self.optimizer.load_state_dict(state)
 

@@ -1,4 +1,4 @@
-"""What every rank holds after a step, beside what rank 0 writes: digests say whether copies of a shard are equal.
+"""Compares what every rank holds after a step with what rank 0 writes: digests say whether copies of a shard are equal.
 
 Rank 0's record has the full tensors, gathered over its own shard axis. Other ranks hold copies of its shards and of
 those of its axis: over the replicas, and beside an axis of tensor parallelism. The first rank with a copy broadcasts 8
@@ -104,7 +104,7 @@ class Copies:
 
 
 def _firsts(own: Tensor, mesh: DeviceMesh) -> Tensor:
-    """What the first rank of `mesh` has for `own`, which may be of another length there."""
+    """Returns what the first rank of `mesh` has for `own`, which may be of another length there."""
 
     def sent(value: Tensor) -> Tensor:
         # A copy: the broadcast writes into it.

@@ -24,7 +24,7 @@ from .applicable import Applicable
 from .comparison import Comparison, Result
 from .exercised import FullComparison
 from .experiments import Experiments
-from .processes import Deed, run_rank, train, train_elsewhere
+from .processes import Task, run_rank, train, train_elsewhere
 from .setting import Setting, seed_generators
 from .strategy import Strategy, norms_of
 from .subject import torch_has_overrides
@@ -131,18 +131,18 @@ def _results(
 
 
 def _trained(
-    jobs: dict[Setting, Path], world: int, deed: Deed, folder: Path, tell: Callable[[str], object]
+    jobs: dict[Setting, Path], world: int, task: Task, folder: Path, tell: Callable[[str], object]
 ) -> dict[Setting, str]:
-    """Do `deed` for each setting, with its records in its folder; by setting, why it failed."""
-    left, failures, name = dict(jobs), dict[Setting, str](), deed.__name__
-    elsewhere = deed is train_elsewhere
+    """Do `task` for each setting, with its records in its folder; by setting, why it failed."""
+    left, failures, name = dict(jobs), dict[Setting, str](), task.__name__
+    elsewhere = task is train_elsewhere
     while left:
         for made in left.values():
             made.mkdir(exist_ok=True)
         doing = f"loading {len(left)} checkpoint(s)" if elsewhere else f"training {len(left)} setting(s)"
         tell(f"{doing} on {world} processes")
         settings = [s._replace(world=world, strategy=Strategy(), steps=0) if elsewhere else s for s in left]
-        ended = _launch(settings, [*left.values()], folder, deed)
+        ended = _launch(settings, [*left.values()], folder, task)
         for setting, records in tuple(left.items()):
             del left[setting]
             failed = sorted(records.glob(f"{name}-failed-*.txt"))
@@ -206,7 +206,7 @@ def _reference_device(device: str) -> torch.device:
     return torch.device(device, 0) if device != "cpu" else torch.device("cpu")
 
 
-def _launch(settings: list[Setting], folders: list[Path], folder: Path, deed: Deed) -> str:
+def _launch(settings: list[Setting], folders: list[Path], folder: Path, task: Task) -> str:
     """Train all of them; how the first process ended that a signal killed, or ""."""
     world = settings[0].world
     for name in ("torch.distributed.elastic", "torch.multiprocessing"):
@@ -229,7 +229,7 @@ def _launch(settings: list[Setting], folders: list[Path], folder: Path, deed: De
         logs_specs=DefaultLogsSpecs(log_dir=str(folder)),
     )
     try:
-        elastic_launch(config, run_rank)(settings, [str(each) for each in folders], "numpy" in sys.modules, deed)
+        elastic_launch(config, run_rank)(settings, [str(each) for each in folders], "numpy" in sys.modules, task)
     except ChildFailedError as error:
         # SIGTERM is the agent's, for those that were left.
         killed = [(f.timestamp, rank, -f.exitcode) for rank, f in error.failures.items() if f.exitcode < 0]

@@ -49,7 +49,8 @@ class Setting(NamedTuple):
 
     @property
     def output_dtype(self) -> torch.dtype:
-        """What the exercise of this name casts outputs to: a dtype in which the strategy does not compute."""
+        """Returns the dtype that the exercise of this name casts outputs to: a dtype in which the strategy does not
+        compute."""
         return torch.bfloat16 if self.strategy.dtype is None else torch.float32
 
     @property
@@ -117,7 +118,8 @@ def evaluating(model: nn.Module, mode: str) -> Iterator[None]:
 
 
 def written(value: Tensor) -> Tensor:
-    """What the exercise of full_params writes to a parameter: other values in each row, near to the old ones."""
+    """Returns the value that the exercise of full_params writes to a parameter: other values in each row, near to the
+    old ones."""
     if not value.is_floating_point():
         return value
     pattern = (1 + torch.arange(value.numel(), device=value.device) % 7).view(value.shape) / 64

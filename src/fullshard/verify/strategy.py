@@ -53,7 +53,8 @@ class Strategy:
         return (self.dtype if self.pure else None) or torch.float32
 
     def shards(self, world: int) -> int:
-        """Over how many of `world` ranks a parameter is cut. Raises `ValueError` if the strategy does not fit them."""
+        """The number of the `world` ranks over which a parameter is cut. Raises `ValueError` if the strategy does not
+        fit them."""
         copies = self.replicas * self.tensor
         if world % copies:
             raise ValueError(f"{self}: expected a world that {copies} divides, found {world}")

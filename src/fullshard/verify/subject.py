@@ -33,8 +33,8 @@ from .weights import Uses, Weights
 
 
 class Before(NamedTuple):
-    """Of one rank before the first step. `ties`: names of parameters that are one. `cuts`: the dim along which
-    `fully_shard` cut each parameter. `threads`: that torch computes with. `control`: see kernels.py."""
+    """The state of one rank before the first step. `ties`: names of parameters that are one. `cuts`: the dim along
+    which `fully_shard` cut each parameter. `threads`: that torch computes with. `control`: see kernels.py."""
 
     buffers: dict[str, Tensor]
     ties: list[tuple[str, ...]]
@@ -45,9 +45,9 @@ class Before(NamedTuple):
 
 
 class Watched(NamedTuple):
-    """Of one rank in one step. `gradients`: of each micro-batch, as autograd made them; `scaled`: after the reduction,
-    before a scaler divided them, full on rank 0; `moved`: parameters whose shards changed before the optimizer
-    stepped; `torn`: those that were several tensors in one backward."""
+    """The values of one rank in one step. `gradients`: of each micro-batch, as autograd made them; `scaled`: after the
+    reduction, before a scaler divided them, full on rank 0; `moved`: parameters whose shards changed before the
+    optimizer stepped; `torn`: those that were several tensors in one backward."""
 
     gradients: list[dict[str, Tensor]]
     scaled: dict[str, Tensor | None]
@@ -56,10 +56,10 @@ class Watched(NamedTuple):
 
 
 class Step(NamedTuple):
-    """Of one rank in one step. Of each micro-batch: the loss and digests of the generators' states afterwards.
-    `buffers`: after the step. `uses`: of full parameters. `gradients`, `parameters`, `state`: full tensors on rank 0,
-    None of absent gradients; empty elsewhere. `..._apart`: this rank's shards that are not what the first rank with a
-    copy of them holds. `reads`: numbers that the program took of parts of a sum."""
+    """The record of one rank in one step. Of each micro-batch: the loss and digests of the generators' states
+    afterwards. `buffers`: after the step. `uses`: of full parameters. `gradients`, `parameters`, `state`: full tensors
+    on rank 0, None of absent gradients; empty elsewhere. `..._apart`: this rank's shards that are not what the first
+    rank with a copy of them holds. `reads`: numbers that the program took of parts of a sum."""
 
     losses: list[Tensor]
     generators: list[dict[str, str]]
@@ -139,7 +139,7 @@ class Training:
         return Before(buffers_of(plain), ties_of(plain), held, _cuts(self.model), threads, control)
 
     def batch(self, step: int, micro: int) -> tuple[int, Any]:
-        """Its number, and the batch on the device."""
+        """Returns the number of a batch, and the batch on the device."""
         index = batch_index(self.setting, step, micro, self.setting.data_rank(dist.get_rank()))
         return index, to_device(self.program.batch(index), self.device)
 
@@ -208,12 +208,12 @@ class Sharded:
 
     @contextmanager
     def window(self, *, last: bool) -> Iterator[None]:
-        """Around a micro-batch; gradients are reduced in the last."""
+        """Runs a micro-batch inside; gradients are reduced in the last."""
         self.model.set_requires_gradient_sync(last)
         yield
 
     def parameters(self) -> dict[str, Tensor]:
-        """On every rank."""
+        """Returns the parameters, on every rank."""
         return {name: full(p) for name, p in named(self.model)}
 
     def gradients(self) -> dict[str, Tensor | None]:
@@ -233,7 +233,7 @@ def _locals(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _cuts(model: nn.Module) -> dict[str, int]:
-    """By name; of DTensors alone, so of FSDP2."""
+    """Returns the dim along which each parameter is cut, by name; of DTensors alone, so of FSDP2."""
     found: dict[str, int] = {}
     for name, parameter in named(model):
         axes = (parameter.device_mesh.mesh_dim_names or ()) if isinstance(parameter, DTensor) else ()

@@ -42,16 +42,16 @@ class Weights:
     def __init__(self, dtype: torch.dtype | None = None, kept: Collection[str] = ()) -> None:
         """`dtype`: in which units compute; None for that of the parameters, as for those of the names in `kept`."""
         self._dtype, self._kept = dtype, kept
-        # By name, what the shards hold.
+        # The values that the shards hold, by name.
         self.held: dict[str, Tensor] = {}
-        # Which phase runs: a forward that is computed again runs in the backward.
+        # The phase that runs: a forward that is computed again runs in the backward.
         self.phase = "forward"
         # The modules of each unit whose parameters are its own, and the names of these.
         self._places: dict[nn.Module, list[tuple[nn.Module, dict[str, str]]]] = {}
         self._count, self._others = 0, dict[tuple[str, str], Used]()
-        # Of each micro-batch, the gradients of this rank by name, before any reduction; None: they are not kept.
+        # The gradients of each micro-batch: those of this rank by name, before any reduction; None: they are not kept.
         self.gradients: list[dict[str, Tensor]] | None = None
-        # Full parameters with a hook; and by name, which tensors got a gradient since `torn` was called.
+        # The full parameters with a hook; and by name, which tensors got a gradient since `torn` was called.
         self._hooked: Any = WeakIdKeyDictionary()
         self._tensors = dict[str, set[int]]()
 
@@ -126,7 +126,7 @@ class Weights:
         return torch.equal(value, held) or bool(((value == held) | (value.isnan() & held.isnan())).all())
 
     def take(self) -> Uses:
-        """What was seen since the last call."""
+        """Returns what was seen since the last call."""
         found = Uses(self._count, [*self._others.values()])
         self._count = 0
         self._others.clear()

@@ -31,7 +31,7 @@ class Migration:
 
     @property
     def patch(self) -> str:
-        """For `patch -p1` or `git apply`, from the folder that the paths begin in."""
+        """Returns a patch for `patch -p1` or `git apply`, from the folder that the paths begin in."""
         return "".join(self.patch_of(path) for path in self.texts)
 
     def patch_of(self, path: str) -> str:
@@ -45,8 +45,8 @@ class Migration:
 
 
 def migrate_code(path: Path, *, adapter: bool = False) -> Migration:
-    """What becomes of the program that begins in the file `path`, or of all programs in the folder `path`, and of the
-    modules of the repository that they import. With `adapter` FSDP1's calls stay, and their imports change.
+    """Returns what becomes of the program that begins in the file `path`, or of all programs in the folder `path`, and
+    of the modules of the repository that they import. With `adapter` FSDP1's calls stay, and their imports change.
 
     Nothing is written. Raises `MigrationError`: a file cannot be read, or is no valid Python.
     """

@@ -1,4 +1,4 @@
-"""What each argument of FSDP1, DDP and their helpers means here, and what is not rewritten: `arguments.toml`."""
+"""Tells what each argument of FSDP1, DDP and their helpers means here, and what is not rewritten: `arguments.toml`."""
 
 from __future__ import annotations
 

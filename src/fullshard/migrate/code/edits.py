@@ -68,8 +68,8 @@ class Edits:
         self.drop(item)
 
     def rewrite_call(self, call: ast.Call, function: str, arguments: Sequence[tuple[Any, Text | None]]) -> None:
-        """Another function with, for each old argument or keyword, what it becomes: None drops it. New ones come with
-        None as the old one. Arguments that stay keep their lines."""
+        """Replaces a call by that of another function, with what each old argument or keyword becomes: None drops it.
+        New ones come with None as the old one. Arguments that stay keep their lines."""
         self.replace(call.func, function)
         self.drop(call.func)
         opening = self.file.text.index("(", self.file.span(call.func)[1]) + 1

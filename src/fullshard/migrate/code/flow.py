@@ -1,4 +1,5 @@
-"""Which variables, attributes and results of functions hold a wrapped model or an optimizer, and who calls whom.
+"""Finds the variables, attributes and results of functions that hold a wrapped model or an optimizer, and who calls
+whom.
 
 A slot is a place for a value: a variable of a scope, an attribute of a class, a result of a function. Assignments,
 arguments and `return` carry values from slot to slot; what a wrapper or an optimizer makes follows them. Members of a
@@ -285,7 +286,7 @@ class Flow:
                     left.append(target)
 
     def _mark_outside(self) -> None:
-        """What a function was given and wraps is sharded in place for its callers too, from the call on."""
+        """Marks what a function was given and wraps: it is sharded in place for its callers too, from the call on."""
         for file, call, kind in self.wraps:
             left = [slot for slot in self.before(file, call.args[0]) if call.args] if call.args else []
             for source in left:

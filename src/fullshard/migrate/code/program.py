@@ -1,4 +1,4 @@
-"""What is asked about one program while its changes are decided: files that import each other."""
+"""Answers questions about one program while its changes are decided: files that import each other."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Program:
         return found
 
     def _given(self, file: File, node: ast.Name) -> list[tuple[File, Any]]:
-        """What callers give a parameter, its default included; nothing if that is not all of it."""
+        """Returns what callers give a parameter, its default included; nothing if that is not all of it."""
         scope, bindings = file.lookup(node) or (None, [])
         if len(bindings) != 1 or not isinstance(bindings[0].node, ast.arg) or not isinstance(scope, FUNCTIONS):
             return []

@@ -36,7 +36,7 @@ _SKIPPED = {"build", "dist", "node_modules", "site-packages", "venv", "__pycache
 
 
 class Name(NamedTuple):
-    """What an expression means. `kind`: "fsdp" (of torch's FSDP modules; `path` is "MixedPrecision", say), "ddp",
+    """The meaning of an expression. `kind`: "fsdp" (of torch's FSDP modules; `path` is "MixedPrecision", say), "ddp",
     "local" (`node`: its scope, or its definition in the program) or "other" (`path` dotted)."""
 
     kind: str
@@ -45,7 +45,8 @@ class Name(NamedTuple):
 
 
 class Binding(NamedTuple):
-    """What gives a variable its value. `path`: of an import; `value`: of `name = value`; `node`: the statement."""
+    """The expression that gives a variable its value. `path`: of an import; `value`: of `name = value`; `node`: the
+    statement."""
 
     node: ast.AST
     path: str = ""
@@ -106,7 +107,7 @@ class File:
         return self.text[start:end]
 
     def line_span(self, node: Any) -> tuple[int, int]:
-        """Of the whole lines that a statement is on."""
+        """Returns the span of the whole lines that a statement is on."""
         return self.starts[node.lineno - 1], self.starts[node.end_lineno]
 
     def is_alone(self, node: Any) -> bool:
@@ -143,7 +144,7 @@ class File:
         return found
 
     def around(self, node: ast.AST) -> Iterator[ast.AST]:
-        """What is around a node, inmost first."""
+        """Returns the nodes around a node, inmost first."""
         found = self.parents.get(node)
         while found is not None:
             yield found
@@ -232,12 +233,12 @@ class Project:
     # ---- names -----------------------------------------------------------------------------------------------------
 
     def resolve(self, file: File, node: ast.AST | None) -> Name | None:
-        """What a name, or a dotted one, means. None if it is nothing known, or not surely one thing."""
+        """Returns the meaning of a name, or of a dotted one. None if it is nothing known, or not surely one thing."""
         found = self.candidates(file, node)
         return found.pop() if len(found) == 1 else None
 
     def candidates(self, file: File, node: ast.AST | None, depth: int = 0) -> set[Name]:
-        """Without None, which an `except ImportError` assigns to a name."""
+        """Returns the candidates without None, which an `except ImportError` assigns to a name."""
         parts: list[str] = []
         while isinstance(node, ast.Attribute):
             parts.insert(0, node.attr)
@@ -273,7 +274,7 @@ class Project:
         return result
 
     def follow(self, file: File, path: str, parts: list[str], depth: int) -> set[Name]:
-        """What a dotted path of an import means, with attributes after it."""
+        """Returns the meaning of a dotted path of an import, with attributes after it."""
         text = ".".join([path, *parts])
         for module in FSDP_MODULES:
             if text.startswith(f"{module}."):
@@ -299,7 +300,7 @@ class Project:
         return {Name("other", text)}
 
     def value(self, file: File, node: Any, depth: int = 0) -> list[tuple[File, Any]]:
-        """What an expression comes to: all that its variable is given, or itself if that cannot be seen."""
+        """Returns the value of an expression: all that its variable is given, or itself if that cannot be seen."""
         if isinstance(node, ast.IfExp):
             return self.value(file, node.body, depth) + self.value(file, node.orelse, depth)
         found = file.lookup(node) if isinstance(node, ast.Name) and depth < 8 else None

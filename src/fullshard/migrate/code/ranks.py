@@ -1,4 +1,5 @@
-"""What only some ranks run: conditions, early returns and decorators that ask for the rank, also around callers."""
+"""Finds what only some ranks run: conditions, early returns and decorators that ask for the rank, also around
+callers."""
 
 from __future__ import annotations
 
@@ -39,7 +40,7 @@ class Ranks:
         self.flow = flow
 
     def guard(self, file: File, node: ast.AST, seen: frozenset[ast.AST] = frozenset()) -> Guard | None:
-        """What lets only some ranks come to `node`, or None."""
+        """Returns the condition that lets only some ranks come to `node`, or None."""
         child = node
         for around in file.around(node):
             if isinstance(around, (ast.If, ast.IfExp)) and child is not around.test and self.asks(file, around.test):

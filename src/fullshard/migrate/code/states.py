@@ -204,7 +204,7 @@ class States:
         edits.say(call, row("calls", "state_dict() of DDP on one rank"), key="state_dict()")
 
     def _other_conditions(self, file: File, guard: Guard, call: ast.Call) -> list[ast.expr] | None:
-        """What else than the rank the `if` around asks for; None if lines before it may do something else."""
+        """Returns what else than the rank the `if` around asks for; None if lines before it may do something else."""
         block, inner = guard.node, file.statement(call)
         if not guard.own or inner not in block.body or file.code(block).startswith("elif"):
             return None

@@ -49,7 +49,7 @@ class Wrappings:
     # ---- FSDP1 and DDP ---------------------------------------------------------------------------------------------
 
     def fsdp1(self, file: File, call: ast.Call) -> None:
-        """Of `FullyShardedDataParallel(...)`."""
+        """Rewrites a call of `FullyShardedDataParallel(...)`."""
         given, edits = self._given(call, tables.FSDP1_ARGUMENTS), self.program.edits[file]
         new: dict[str, Text | None] = {}
         before: list[Text] = []
@@ -110,7 +110,7 @@ class Wrappings:
         return None
 
     def ddp(self, file: File, call: ast.Call) -> None:
-        """Of `DistributedDataParallel(...)`."""
+        """Rewrites a call of `DistributedDataParallel(...)`."""
         given, edits = self._given(call, tables.DDP_ARGUMENTS), self.program.edits[file]
         new: dict[str, Text | None] = {}
         before: list[Text] = []

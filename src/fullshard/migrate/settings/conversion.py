@@ -54,7 +54,7 @@ def convert_file(path: Path, name: str | None = None) -> Conversion:
 
 
 def convert(table: Mapping[str, Any], path: str, suffix: str, text: str = "", name: str | None = None) -> Conversion:
-    """As `convert_file`, of a table that was read; `text` is for line numbers."""
+    """Converts a table that was read, as `convert_file` does; `text` is for line numbers."""
     return _Converter(Reader(find_format(path, suffix, table, name), table, path, text)).convert()
 
 
@@ -143,7 +143,7 @@ class _Converter:
         return {name: given(entry.value, name) if v == GIVEN else v for name, v in case.settings.items()}
 
     def _convert_optimizer(self, entry: Entry, case: Case) -> None:
-        """What DeepSpeed builds from its file; a program has to."""
+        """Converts what DeepSpeed builds from its file; a program has to."""
         try:
             found = built(entry.key.rpartition(".")[2], entry.value)
         except (TypeError, ValueError, IndexError):
@@ -183,7 +183,7 @@ class _Converter:
                 record.settings |= settings
 
     def _given(self, subject: str) -> list[_Record]:
-        """What was said about a subject."""
+        """Returns what was said about a subject."""
         return [r for r in self.records if r.entry.row is not None and r.entry.row.subject.name == subject]
 
     # ---- what depends on several keys ----------------------------------------------------------------------------

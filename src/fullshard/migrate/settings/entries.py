@@ -79,7 +79,7 @@ class Reader:
 
     @cached_property
     def keys(self) -> list[str]:
-        """What is written and has a row, dotted."""
+        """Returns the dotted keys that are written and have a row."""
         return [each.full for each in self.entries]
 
     def has(self, *names: str) -> bool:
@@ -114,7 +114,7 @@ class Reader:
             self.table["fsdp"] = {**own, **(self.table.get("fsdp") or {})}
 
     def _version(self) -> int:
-        """Of FSDP, as the file says or its library takes it."""
+        """Returns the version of FSDP, as the file says or its library takes it."""
         block = self.table.get("fsdp_config")
         tables = [self.table, block if isinstance(block, Mapping) else {}]
         found = [table[key] for table in tables for key in ("fsdp_version", "version") if table.get(key) is not None]
@@ -149,7 +149,8 @@ class Reader:
         return FORMATS["deepspeed"].closed if dict(self.format.files)[named] == "zero" else ("",)
 
     def _followed(self, name: str, file: _File) -> tuple[Mapping[str, Any], _File] | None:
-        """Another file, relative to the working directory or to the one that names it; None if it is not there."""
+        """Follows another file, relative to the working directory or to the one that names it; None if it is not
+        there."""
         for path in (Path(name), Path(file.path).parent / name):
             if path.suffix in (".json", ".yaml", ".yml") and path.is_file():
                 try:
@@ -219,7 +220,7 @@ def _is_misspelled(name: str, known: str) -> bool:
 
 
 def _words(value: Any) -> list[Any]:
-    """Of the Trainer's switch: full_shard auto_wrap offload, in a text or a list."""
+    """Returns the words of the Trainer's switch: full_shard auto_wrap offload, in a text or a list."""
     if isinstance(value, str):
         return value.split() or [""]
     return value if isinstance(value, list) else [value]

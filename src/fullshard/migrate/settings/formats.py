@@ -1,4 +1,4 @@
-"""Which library a configuration file is of."""
+"""Finds the library that a configuration file belongs to."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ def _optimizer(name: str, given: dict[str, Any], outer: list[str]) -> Built:
 
 
 def _scheduler(name: str, given: dict[str, Any]) -> Built:
-    """As DeepSpeed counts: its first update has the lowest rate, and the second, too."""
+    """Converts a scheduler as DeepSpeed counts: its first update has the lowest rate, and the second, too."""
     steps, total = (
         _number(given.get("warmup_num_steps", 1000)),
         _number(given.get("total_num_steps", "total_num_steps")),

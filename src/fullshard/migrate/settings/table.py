@@ -62,7 +62,7 @@ class Subject:
 
     @property
     def expected(self) -> str:
-        """What values there are, for an error."""
+        """Returns the values that there are, for an error."""
         shown = [KINDS.get(when, _shown(when)) if isinstance(when, str) else _shown(when) for when in self._values()]
         return " or ".join(dict.fromkeys(shown))
 
@@ -182,8 +182,8 @@ def _subject(name: str, table: Mapping[str, Any]) -> Subject:
 
 
 def _short(tables: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """What is written short: keys that are dropped or refused, by the reason, switches, and those of a loop, by the
-    trainer's key."""
+    """Lists what is written short: keys that are dropped or refused, by the reason, switches, and those of a loop, by
+    the trainer's key."""
     for reason, keys in tables["drop"].items():
         yield reason, {"cases": [[ANY, DROPPED, {}, reason]], "keys": keys}
     for reason, keys in tables["refuse"].items():
