@@ -2,6 +2,7 @@
 
     python -m benchmarks.checkpoint                    2 and 4 ranks, 512 MiB in all, 5 rounds; ten minutes on two cores
     python -m benchmarks.checkpoint --folder /dev/shm  without a disk: what the code itself costs
+    python -m benchmarks.checkpoint --scale            4,096 and 10,000 ranks, counted (checkpoint_scale.py)
 
     fullshard      save, async_save and load of fullshard.checkpoint
     no checksums   the same with CRC-32 left out: what they cost. The output says whose CRC-32 it was: that of isal (the
@@ -44,6 +45,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
+from benchmarks import checkpoint_scale
 from benchmarks.common import TINY, ModelShape, on_ranks, paired_ratio, print_json
 from fullshard.checkpoint import files
 
@@ -423,7 +425,11 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5, help="measured rounds, after one that is not (default: 5)")
     parser.add_argument("--folder", help="where to write (default: a temporary directory)")
     parser.add_argument("--tiny", action="store_true", help="12 MiB, 2 ranks, one round, to try the script itself")
+    parser.add_argument("--scale", action="store_true", help="count what thousands of ranks cost, and nothing else")
     options = parser.parse_args()
+    if options.scale:
+        checkpoint_scale.main([])
+        return
     mebibytes, rounds = (12, 1) if options.tiny else (options.mebibytes, options.rounds)
     results = []
     for world in [2] if options.tiny else options.ranks:

@@ -80,11 +80,8 @@ class Declaration(NamedTuple):
     rules: list[Rule]
     values: list[tuple[KeyPath, str, bool]]
     is_regular: bool
-
-    @property
-    def digest(self) -> str:
-        paths = [[path, first] for path, _, first in self.values]
-        return _digest_of([self.structure, paths])
+    # The same for ranks that declare the same structure.
+    digest: str
 
     def message(self) -> Message:
         """For `merge`."""
@@ -109,7 +106,9 @@ def declare(
         tensors.append([one.path, one.dtype, one.shape, held, key in apart, matches(key, take_first)])
     structure = {"world": world, "rules": [to_json(rule) for rule in rules], "tensors": tensors}
     found = [(path, digest, matches(key_of(path), take_first)) for path, digest in values]
-    return Declaration(structure, list(rules), sorted(found, key=lambda one: key_of(one[0])), regular)
+    found.sort(key=lambda one: key_of(one[0]))
+    paths = [[path, first] for path, _, first in found]
+    return Declaration(structure, list(rules), found, regular, _digest_of([structure, paths]))
 
 
 def _digest_of(value: Any) -> str:
