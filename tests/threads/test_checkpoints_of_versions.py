@@ -17,7 +17,7 @@ from tests.data.write_checkpoints import KINDS, build, digests, state_of
 from tests.harness.threads import run_ranks
 
 DATA = Path(__file__).parents[1] / "data"
-VERSIONS = ("0.1.0",)
+VERSIONS = ("0.1.0", "0.2.0")
 WRITTEN = [(version, kind) for version in VERSIONS for kind in KINDS]
 # On which ranks they are loaded, and how those are laid out.
 PLACES = [(1, "plain"), (2, "plain"), (4, "plain"), (4, "hsdp"), (2, "offload")]
@@ -60,9 +60,10 @@ def test_what_they_wrote_is_not_trivial(version: str, kind: str) -> None:
     assert state["/step"] == "3" and len({v for k, v in state.items() if "exp_avg" in k}) > 10
 
 
-def test_those_of_0_1_0_are_there() -> None:
+@pytest.mark.parametrize("version", VERSIONS)
+def test_those_of_each_version_are_there(version: str) -> None:
     """Deleted data would be tests that pass."""
-    folder = DATA / "checkpoints_0.1.0"
+    folder = DATA / f"checkpoints_{version}"
     assert {path.name for path in folder.iterdir() if path.is_dir()} == set(KINDS)
     assert sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()) < 1 << 20
 
@@ -74,7 +75,7 @@ def test_those_of_0_1_0_are_there() -> None:
 def test_upgraded_checkpoints_are_what_they_were(out: str | None, tmp_path: Path) -> None:
     """In place, or elsewhere; tensor by tensor, and by a load."""
     for version, kind in WRITTEN:
-        here, folder = DATA / f"checkpoints_{version}" / kind, tmp_path / kind
+        here, folder = DATA / f"checkpoints_{version}" / kind, tmp_path / version / kind
         shutil.copytree(here / "checkpoint", folder / "c")
         with checkpoint.open_checkpoint(folder / "c") as before:
             old = {key: before.tensor(key) for key in before.manifest.tensors}
