@@ -1,14 +1,17 @@
 """How far a reader walks: files, functions and calls from `fully_shard` to a steady step, for FSDP2 and for ours.
 
-    python -m benchmarks.walk                     both implementations; a few seconds; the same on any machine
+    python -m benchmarks.walk                     both implementations, and ours with FULLSHARD_GUARD=off; a few
+                                                  seconds; the same on any machine
     python -m benchmarks.walk --files             and which files a steady step visits, with their calls
 
 The program is a chain of three two-layer blocks on two gloo ranks, each block and the model sharded, AdamW. Python
 calls of functions that are defined in the package are counted on rank 0, with default settings:
 
     files from fully_shard on    that have a call from `fully_shard` to the end of the third step
+    classes until step 2         with a method that was called until the end of the second step
     calls, functions, files      of the third step
     switches                     how often, in that step, a call is in another file than the one before it
+    lines of these files         as they are, with blank lines, comments and docstrings
 
 The rest is read off the source (`--source` another checkout's package): lines of code without blank lines, comments and
 docstrings; modules; the share of modules that exactly one other imports; attributes of the largest class (assigned to
@@ -22,6 +25,7 @@ import argparse
 import ast
 import io
 import json
+import os
 import sys
 import tokenize
 from collections import Counter
@@ -56,6 +60,8 @@ class Walk:
         self._prefix = str(package) + "/"
         self.files: Counter[str] = Counter()
         self.functions: set[Any] = set()
+        # File and name of each class with a method that was called.
+        self.classes: set[tuple[str, str]] = set()
         self.switches = 0
         self._last = ""
 
@@ -67,7 +73,11 @@ class Walk:
             return
         name = code.co_filename.removeprefix(self._prefix)
         self.files[name] += 1
-        self.functions.add(code)
+        if code not in self.functions:
+            self.functions.add(code)
+            first, _, rest = code.co_qualname.partition(".")
+            if rest and not rest.startswith("<locals>"):
+                self.classes.add((name, first))
         self.switches += self._last not in ("", name)
         self._last = name
 
@@ -96,25 +106,27 @@ def _walk(rank: int, world: int, ours: bool) -> dict[str, Any]:
     before = _torch_functions()
     torch.manual_seed(0)
     model = nn.Sequential(*(MLP() for _ in range(3)))
-    visited: set[str] = set()
     with Walk(package) as walk:
         for module in (*model, model):
             shard(module)
-    visited |= set(walk.files)
+    visited, classes = set(walk.files), set(walk.classes)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    for _ in range(STEPS):
+    for step in range(STEPS):
         with Walk(package) as walk:
             model(torch.ones(4, 16)).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
         visited |= set(walk.files)
+        classes |= walk.classes if step < 2 else set()
     after = _torch_functions()
     return {
         "files from fully_shard on": len(visited),
+        "classes until step 2": len(classes),
         "calls": sum(walk.files.values()),
         "functions": len(walk.functions),
         "files": len(walk.files),
         "switches": walk.switches,
+        "lines of these files": sum(len((package / file).read_text().splitlines()) for file in walk.files),
         "patches": sorted(name for name in before if before[name] is not after[name]),
         "by file": dict(walk.files.most_common()),
     }
@@ -233,16 +245,19 @@ def main() -> None:
     parser.add_argument("--source", type=Path, default=PACKAGE, help="the package whose source is read")
     options = parser.parse_args()
     walked = {name: on_ranks(2, _walk, name == "fullshard")[0] for name in ("fullshard", "FSDP2")}
+    # Read by the ranks when they begin.
+    os.environ["FULLSHARD_GUARD"] = "off"
+    walked["guard off"] = on_ranks(2, _walk, True)[0]
     read = {"fullshard": source(options.source), "FSDP2": source(FSDP2)}
-    print(f"| torch {torch.__version__} | fullshard | FSDP2 |\n|---|---|---|")
+    print(f"| torch {torch.__version__} | fullshard | FSDP2 | fullshard, FULLSHARD_GUARD=off |\n|---|---|---|---|")
     for key in next(iter(walked.values())):
         if key != "by file":
             shown = [
                 ", ".join(value) or 0 if isinstance(value := each[key], list) else value for each in walked.values()
             ]
-            print(f"| {key} | {shown[0]} | {shown[1]} |")
+            print(f"| {key} | {' | '.join(map(str, shown))} |")
     for key in read["fullshard"]:
-        print(f"| {key} | {read['fullshard'][key]} | {read['FSDP2'][key]} |")
+        print(f"| {key} | {read['fullshard'][key]} | {read['FSDP2'][key]} | |")
     if options.files:
         for name, each in walked.items():
             print(f"\n{name}")

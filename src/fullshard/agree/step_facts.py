@@ -202,7 +202,7 @@ class StepFacts:
 
     def hooked(self, unit: Unit, position: int, name: str) -> None:
         """A user hook changed a parameter or its gradient."""
-        mesh = self._mesh_of(unit, position)
+        mesh = self._of[unit][position] if self._of else None
         if mesh is not None:
             mesh.hooked.append(f"{unit.record.name}.{name}".lstrip("."))
 
@@ -228,14 +228,11 @@ class StepFacts:
         for mesh in self._meshes.values():
             mesh.only_native = None
 
-    def _mesh_of(self, unit: Unit, position: int) -> _Mesh | None:
-        return self._of[unit][position] if self._of else None
-
     # ---- the comparison ------------------------------------------------------------------------------------
 
     def carry(self, unit: Unit, position: int, channel: ReduceChannel, *, keep: bool) -> Comparison | None:
         """A reduction of a group is about to be sent. Returns the comparison that it carries, if any."""
-        mesh = self._mesh_of(unit, position)
+        mesh = self._of[unit][position] if self._of else None
         if mesh is None or mesh.sent is not None or keep or not channel.carries:
             return None
         sealed = self._seal(mesh)
@@ -385,7 +382,9 @@ class StepFacts:
             versions = unit.seal.versions
             if len(versions) != len(unit.groups):
                 continue
-            written = sum([sum(versions[position]) for position in positions])
+            written = 0
+            for position in positions:
+                written += sum(versions[position])
             before, mesh.looks.written[unit] = mesh.looks.written.get(unit), written
             if before is None:
                 value = "counted from here"
@@ -448,10 +447,10 @@ class StepFacts:
 
 def _reduces(mesh: _Mesh) -> bool:
     """Whether a backward may reduce gradients over the mesh. Before the first forward of a unit: by `requires_grad`."""
-    return any(
-        unit.record.plan.trainable if unit.gradients.is_known else any(p.sharded.requires_grad for p in unit.params)
-        for unit in mesh.members
-    )
+    for unit in mesh.members:
+        if unit.record.plan.trainable if unit.gradients.is_known else any(p.sharded.requires_grad for p in unit.params):
+            return True
+    return False
 
 
 def _more(count: int) -> str:

@@ -41,7 +41,7 @@ from .unit import Unit
 Reached = tuple[Unit, Use | None]
 
 # A dead reference: no backward is running.
-_NONE: Any = weakref.ref(set())
+NOT_RUNNING: Any = weakref.ref(set())
 
 
 class RunningBackward:
@@ -56,7 +56,7 @@ class RunningBackward:
         self.ended, self._failed = ended, failed
         self._when_it_ends = outside_graphs(_End.report)
         # Alive while a backward is running.
-        self.end: weakref.ref[_End] = _NONE
+        self.end: weakref.ref[_End] = NOT_RUNNING
         # The last one frees its graph; some parameter got a gradient.
         self.spends, self.brought = True, False
         # The uses that it reached, and whether the module showed shards when it did.
@@ -87,12 +87,12 @@ class RunningBackward:
 
     def forget(self) -> None:
         """The backward ended, or its leftovers were discarded."""
-        self.end = _NONE
+        self.end = NOT_RUNNING
 
     def settle(self) -> None:
         """Call `failed` for a backward that ended without its callback: that was dropped, or no backward runs in the
         model's thread. The engine's device thread may hold a callback for a while after the exception arrived here."""
-        if self.end is _NONE:
+        if self.end is NOT_RUNNING:
             return
         if self.end() is None or (threading.get_ident() == self.thread and current_backward() == -1):
             self.forget()

@@ -183,7 +183,7 @@ class UnitChannels:
         # Channels of the current or last gather.
         self.arriving: list[GatherChannel] = []
         # Per group: trainable positions -> channel.
-        self._reduces: list[dict[tuple[int, ...], ReduceChannel]] = []
+        self.reduces: list[dict[tuple[int, ...], ReduceChannel]] = []
         # Version of the channels; anything derived from them is valid while it stays the same.
         self.times_made = 0
 
@@ -211,12 +211,12 @@ class UnitChannels:
         self._factory, self._links = factory, links
         self.times_made += 1
         self.arriving = self.gathers
-        self._reduces = [{} for _ in self._groups]
+        self.reduces = [{} for _ in self._groups]
 
     def reduce(self, position: int) -> ReduceChannel:
         """The channel for the currently trainable parameters of group `position`."""
         group = self._groups[position]
-        known = self._reduces[position]
+        known = self.reduces[position]
         channel = known.get(group.trainable)
         if channel is None:
             if len(known) >= _REDUCE_CHANNELS:

@@ -347,7 +347,7 @@ class Executor:
                 ]
             for observer in self.gradient_observers:
                 observer.sends(unit, group, gradients)
-            channel = unit.channels.reduce(position)
+            channel = unit.channels.reduces[position].get(group.trainable) or unit.channels.reduce(position)
             reduction = channel.issue(
                 gradients,
                 accumulated=accumulated,
@@ -470,13 +470,13 @@ class Executor:
         self._companion.backward_ends()
         for observer in self.gradient_observers:
             observer.receives()
-        touched = [
-            (unit, position, group.params[i])
-            for unit in self._backward.touched
-            for position, group in enumerate(unit.groups)
-            for i in group.trainable
-        ]
-        shards = [param.sharded for _, _, param in touched]
+        touched: list[tuple[Unit, int, ShardedParam]] = []
+        shards: list[Tensor] = []
+        for unit in self._backward.touched:
+            for position, group in enumerate(unit.groups):
+                for i in group.trainable:
+                    touched.append((unit, position, group.params[i]))
+                    shards.append(group.params[i].sharded)
         # Before any gradient is committed: if a hook raises, the step leaves no trace.
         for i in with_tensor_hooks(shards):
             unit, position, param = touched[i]
@@ -486,13 +486,15 @@ class Executor:
         hooked = any(map(post_accumulate_grad_hooks, shards))
         undo = TakenBack(self.units, [param for _, _, param in touched]) if hooked else None
         arrived = [(unit, position, param) for unit, position, param in touched if param.gradients.commit()]
-        stream = _stream_of(root)
+        assert root.root is not None
+        stream = root.root.stream
         if stream is not None and stream.reader is not None:
             stream.leaves([param.sharded.grad for _, _, param in arrived])
-        ends = False
+        ends = steps = False
         for unit in self.units:
             gradients, sync = unit.gradients, unit.record.plan.sync
             gradients.arrived = 0
+            steps = steps or gradients.stepper is not None
             if not sync:
                 gradients.show_held()
             gradients.window_open = not sync or (gradients.window_open and unit not in self._backward.closing)
@@ -512,7 +514,8 @@ class Executor:
                 for unit, position, param in arrived:
                     if post_accumulate_grad_hooks(param.sharded) and param.gradients.run_hooks():
                         self._companion.did("hook", unit, position, param.name)
-        self.stepping.finish([(unit, param) for unit, _, param in arrived])
+        if steps:
+            self.stepping.finish([(unit, param) for unit, _, param in arrived])
 
     def _reset(self, root: Unit) -> None:
         for flights in self.shared.all_in_flight:

@@ -5,7 +5,6 @@ It names the parameter and what works. Theirs names none, and comes in the middl
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -26,15 +25,12 @@ from .root import module_units
 
 # On an optimizer that steps on shards (api/optimizer.py).
 ON_SHARDS = "_fullshard_mirrors"
-# Optimizers that were looked at and hold nothing to refuse, with what they were looked at as.
-_fine: weakref.WeakKeyDictionary[Optimizer, list[Any]] = weakref.WeakKeyDictionary()
 
 
-@refuses_steps((None,))
-def _refuse_foreign(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    seen = [(len(g["params"]), g.get("foreach"), g.get("fused")) for g in optimizer.param_groups]
-    if _fine.get(optimizer) == seen or ON_SHARDS in optimizer.__dict__:
-        return
+@refuses_steps((None,), lasts=True)
+def _refuse_foreign(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    if ON_SHARDS in optimizer.__dict__:
+        return False
     room = type(optimizer).__module__.partition(".")[0]
     found = False
     for group in optimizer.param_groups:
@@ -56,8 +52,7 @@ def _refuse_foreign(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[st
                     f"{ours[id(beside)].name}, which is sharded, beside {names_elsewhere([plain])[id(plain)]}, which "
                     f"is not; call fullshard.step_on_shards(optimizer), or build it with {how}=False"
                 )
-    if not found:
-        _fine[optimizer] = seen
+    return not found
 
 
 def _alike(a: Tensor, b: Tensor) -> bool:

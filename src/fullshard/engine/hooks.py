@@ -209,7 +209,10 @@ class UnitHooks:
                 raise
         outputs: list[Tensor] = []
         if running.own_use and torch.is_grad_enabled():
-            outputs = tensors_requiring_grad(output)
+            if isinstance(output, Tensor):
+                outputs = [output] if output.requires_grad else []
+            else:
+                outputs = tensors_requiring_grad(output)
         flags = {"nested": running.nested, "inputs": bool(running.inputs), "outputs": bool(outputs)}
         # A unit of one module has no others: `bool()` is False.
         ran = bool if len(unit.modules) == 1 else partial(self._ran, module)
@@ -246,7 +249,10 @@ class UnitHooks:
     def _hook_inputs(self, root: Root, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[_InputHook]:
         # A leaf would keep its hooks from step to step, and nothing runs after it in backward: the end of the backward
         # is reported instead.
-        inputs = tensors_requiring_grad(args)
+        if len(args) == 1 and isinstance(args[0], Tensor):
+            inputs = [args[0]] if args[0].requires_grad else []
+        else:
+            inputs = tensors_requiring_grad(args)
         if kwargs:
             inputs += tensors_requiring_grad(kwargs)
         reached = self._inputs
@@ -257,7 +263,10 @@ class UnitHooks:
             if not tensor.is_leaf:
                 handle = tensor.register_hook(partial(self._on_input, reached))
                 hooks.append(_InputHook(tensor.grad_fn, handle, reached))
-        reached.expect(len(hooks))
+        reached.count += len(hooks)
+        reached.left += len(hooks)
+        if not hooks:
+            reached.is_silent = True
         return hooks
 
     def _hook_outputs(self, outputs: Sequence[Tensor], use: Use | None, inputs: Sequence[_InputHook]) -> None:
@@ -317,26 +326,21 @@ class _InputsReached:
     gradient, the inputs cannot show the end of the backward, and the use never reports.
     """
 
-    __slots__ = ("_count", "_left", "_root", "_silent", "_unit")
+    __slots__ = ("_root", "_unit", "count", "is_silent", "left")
 
     def __init__(self, root: Root, unit: Unit) -> None:
         self._root = root
         self._unit = unit
-        self._count = self._left = 0
-        self._silent = False
-
-    def expect(self, count: int) -> None:
-        """Add `count` inputs; 0: a module ran without any."""
-        self._count += count
-        self._left += count
-        self._silent = self._silent or not count
+        # Inputs, and those whose gradient is not complete; whether a module ran without any.
+        self.count = self.left = 0
+        self.is_silent = False
 
     def one(self, _gradient: object) -> None:
         """The gradient of one input is complete."""
-        self._left -= 1
-        if self._left == 0:
-            self._left = self._count  # a retained graph may run again
-            if not self._silent:
+        self.left -= 1
+        if self.left == 0:
+            self.left = self.count  # a retained graph may run again
+            if not self.is_silent:
                 self._root.inputs_reached(self._unit)
         elif self._root.stream is not None:
             self._root.stream.follow()  # the last one may come under another stream

@@ -36,11 +36,13 @@ from .names import NamedUnit, dotted_name, first_few
 # `torch._foreach_copy_` on the parameters) leaves kept full parameters stale; see ADR 0007. Counts are per thread: the
 # ranks of a test may be threads, and the thread that runs a model's forward also steps it.
 
-Check = Callable[[Optimizer, tuple[Any, ...], dict[str, Any]], None]
+Check = Callable[[Optimizer, tuple[Any, ...], dict[str, Any]], object]
 C = TypeVar("C", bound=Check)
 
-# With the registry of what each looks for.
-_checks: list[tuple[Sized, Check]] = []
+# With the registry of what each looks for, and whether its answer lasts.
+_checks: list[tuple[Sized, Check, bool]] = []
+# Optimizers that passed all checks whose answer lasts, with what they were then.
+_passed: weakref.WeakKeyDictionary[Optimizer, list[Any]] = weakref.WeakKeyDictionary()
 # As `_checks`, once there is a model on a device.
 asked_on_devices: list[Callable[[Optimizer], None]] = []
 _registrations = itertools.count()
@@ -54,12 +56,13 @@ def follow_steps() -> int:
     return threading.get_ident()
 
 
-def refuses_steps(registry: Sized) -> Callable[[C], C]:
+def refuses_steps(registry: Sized, *, lasts: bool = False) -> Callable[[C], C]:
     """Decorator: call the check with `(optimizer, args, kwargs)` before each optimizer step while something is in
-    `registry`; it may raise."""
+    `registry`; it may raise. `lasts`: once it returned True, not again while the groups of the optimizer have as many
+    parameters and are stepped in the same way (`foreach`, `fused`)."""
 
     def registered(check: C) -> C:
-        _checks.append((registry, check))
+        _checks.append((registry, check, lasts))
         return check
 
     return registered
@@ -74,9 +77,18 @@ def asks_on_devices(check: Callable[[Optimizer], None]) -> None:
 def _before(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     for ask in asked_on_devices:
         ask(optimizer)
-    for registry, check in _checks:
-        if registry:
-            check(optimizer, args, kwargs)
+    seen: list[Any] = []
+    for group in optimizer.param_groups:
+        seen += (len(group["params"]), group.get("foreach"), group.get("fused"))
+    passed = passes = _passed.get(optimizer) == seen
+    if not passed:
+        passes = True
+    for registry, check, lasts in _checks:
+        if registry and not (lasts and passed):
+            answer = check(optimizer, args, kwargs)
+            passes = passes and (answer is True or not lasts)
+    if passes and not passed:
+        _passed[optimizer] = seen
     if uploading:
         settle_uploads()
 
@@ -146,8 +158,6 @@ class _Full(NamedTuple):
 
 
 _full: dict[int, _Full] = {}  # by id; removed when the parameter dies
-# Checked optimizers without such parameters, and the lengths of their groups: a new length triggers another check.
-_looked_at: weakref.WeakKeyDictionary[Optimizer, list[int]] = weakref.WeakKeyDictionary()
 
 
 def note_full(unit: NamedUnit) -> None:
@@ -181,11 +191,8 @@ def _shows_held(entry: _Full, full: Tensor) -> bool:
     return unit is not None and any(param.full is full and param.gradients.shown is not None for param in unit.params)
 
 
-@refuses_steps(_full)
-def _refuse_full(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    lengths = [len(group["params"]) for group in optimizer.param_groups]
-    if _looked_at.get(optimizer) == lengths:
-        return
+@refuses_steps(_full, lasts=True)
+def _refuse_full(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     entries = []
     for group in optimizer.param_groups:
         for parameter in group["params"]:
@@ -193,7 +200,7 @@ def _refuse_full(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
             if entry is None or not parameter.requires_grad:
                 continue
             if parameter.grad is not None and not _shows_held(entry, parameter):
-                return  # full parameters are trained on purpose
+                return False  # full parameters are trained on purpose
             entries.append(entry)
     units = [(entry.unit(), entry) for entry in entries]
     names = [dotted_name(unit, entry.name) for unit, entry in units if unit is not None]
@@ -204,8 +211,7 @@ def _refuse_full(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
             f"would train nothing. Build the optimizer from model.parameters() before the first forward, or after "
             f"model.reshard(), outside of full_params"
         )
-    if not entries:
-        _looked_at[optimizer] = lengths
+    return not entries
 
 
 # ---- open windows ----------------------------------------------------------------------------------------------------

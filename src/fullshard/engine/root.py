@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from operator import attrgetter
 from typing import cast
@@ -27,13 +28,12 @@ from ..comm import Nodes, settle_uploads, uploading
 from ..param import ShardedParam
 from ..policy import Controls, Options
 from ..schedule import Command, Event, Full, RunRecord, UnitRecord, Use, rules
-from .backward import RunningBackward, SavedTensorHooks
+from .backward import NOT_RUNNING, RunningBackward, SavedTensorHooks
 from .executor import Executor
 from .finalization import lost_gradients, note_under_way, refuse_below, refuse_unfinished
 from .mixed_operations import note_mixed
 from .names import clean_name, parameter_names
 from .optimizer_steps import expect_backward, follow_steps, note_backward
-from .stepping import refuse_half_a_step
 from .stream import ModelStream
 from .uninitialized import has_meta_buffers, prove_initialized
 from .unit import HOOKED_FORWARDS, Shared, Unit, Unproven, unit_of
@@ -129,7 +129,8 @@ class Root:
         if in_transform():
             with without_transforms():
                 return self.pre_forward(unit, running, in_method=in_method)
-        self._backward.settle()
+        if self._backward.end is not NOT_RUNNING:
+            self._backward.settle()
         if not self.unproven.agreed and not self.provisional:
             if self._meets():
                 self.reset()
@@ -146,11 +147,13 @@ class Root:
             # After a meeting also discard what a successful forward left: other ranks may not have it.
             if self._meets() or run.has_leftovers:
                 self.reset()
-            refuse_unfinished(self, f"the forward of {record.name}")
+            if run.ending.waits or run.ending.sent or self.shared.finalizing is not None:
+                refuse_unfinished(self, f"the forward of {record.name}")
         nested = running(run.generation)
         if run.forward_root is None and not in_backward:
-            if torch.is_grad_enabled():
-                refuse_half_a_step(self.units)
+            for other in self.units if torch.is_grad_enabled() else ():
+                if other.gradients.stepper is not None:
+                    other.gradients.stepper.refuse_half_a_step()
             self.companion.forward_begins(unit, nested=nested)
             if self.stream is not None:
                 self.stream.begins(unit.holds_memory() for unit in self.units)
@@ -260,10 +263,12 @@ class Root:
 
     def _notice_backward(self) -> None:
         """The first report of a backward: register the callback for its end."""
-        self._backward.settle()
+        if self._backward.end is not NOT_RUNNING:
+            self._backward.settle()
         if self.run.in_backward:
             self.reset()
-        refuse_unfinished(self, "a backward")
+        if self.run.ending.waits or self.run.ending.sent or self.shared.finalizing is not None:
+            refuse_unfinished(self, "a backward")
         self._backward.begin()
 
     def backward_end(self) -> None:
@@ -452,18 +457,15 @@ class Root:
         stream = self.stream
         if stream is not None and stream.current() != stream.stream:
             # Also without commands: what this stream reads next was written by the model's.
-            with stream.ordered():
-                self._run(commands)
-        elif commands:
-            self._run(commands)
-
-    def _run(self, commands: Sequence[Command]) -> None:
-        if in_transform():
-            # Otherwise a torch.func transform would treat the writes to full parameters as part of the model.
-            with without_transforms():
+            with stream.ordered(), without_transforms() if in_transform() else nullcontext():
                 self.executor.run(commands)
-        else:
-            self.executor.run(commands)
+        elif commands:
+            if in_transform():
+                # Otherwise a torch.func transform would treat the writes to full parameters as part of the model.
+                with without_transforms():
+                    self.executor.run(commands)
+            else:
+                self.executor.run(commands)
 
 
 # ---- forming ---------------------------------------------------------------------------------------------------------

@@ -149,10 +149,3 @@ class Stepping:
             torch.autograd.graph.increment_version(
                 [local_of(full) if isinstance(full, DTensor) else full for full in shared]
             )
-
-
-def refuse_half_a_step(units: Sequence[Unit]) -> None:
-    """Raise `RuntimeError` if the last backward failed after some of `units` were stepped."""
-    for unit in units:
-        if unit.gradients.stepper is not None:
-            unit.gradients.stepper.refuse_half_a_step()

@@ -217,7 +217,7 @@ class ParamGradients:
                 f"use sparse=False in the embedding that owns this parameter"
             )
         precision = self._param.precision
-        if precision.accepts is None and gradient.dtype is not precision.compute:
+        if gradient.dtype is not precision.compute and precision.accepts is None:
             raise RuntimeError(
                 f"{self._param.name}: expected a gradient in {precision.compute}, in which grad_dtype=None reduces it, "
                 f"found one in {gradient.dtype}; set reduce_dtype or grad_dtype to {gradient.dtype}"

@@ -212,7 +212,7 @@ class Ending:
     @property
     def ends_step(self) -> bool:
         """Whether the end of the running backward is that of the step, so that its order and prefetches are over."""
-        return self.is_last and not self.is_manual
+        return self.is_last and not (self.manual if self.active is None else self.active)
 
     def step_is_over(self) -> None:
         """Gradients were handed over, or a failed step was discarded."""
