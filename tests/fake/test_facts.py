@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fullshard
 from benchmarks.counting import nccl_plan
-from fullshard.agree.companion import Ranks
+from fullshard.agree.companion import Comparing
 from fullshard.engine import unit_of
 from fullshard.layout import FACTS_NUMEL
 from tests.harness.fake import fake_world
@@ -107,7 +107,7 @@ def test_one_rank_compares_nothing() -> None:
         for _ in range(2):
             model(batch(1, 0)).pow(2).mean().backward()
             optimizer.step()
-        assert not isinstance(unit_of(model).root.companion, Ranks)  # type: ignore[union-attr]
+        assert not isinstance(unit_of(model).root.companion, Comparing)  # type: ignore[union-attr]
 
 
 def test_a_steady_step_makes_no_new_text(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -94,7 +94,7 @@ HOOKS_ALLOWED = {
 }
 
 # The rooms in which no two classes have one name: who follows a step passes through all of them.
-NAMED_ONCE = ("layout", "schedule", "policy", "comm", "param", "peers")
+NAMED_ONCE = ("layout", "schedule", "policy", "comm", "param", "peers", "engine", "agree")
 MAX_LINES = 600
 MAX_ATTRIBUTES = 15
 # Files over the limit, each with the reason that a reader is asked to accept.
@@ -247,11 +247,12 @@ def test_classes_have_few_attributes() -> None:
 
 
 def test_classes_of_the_engine_s_rooms_have_names_of_their_own() -> None:
+    """An underscore makes no other name."""
     found: dict[str, list[str]] = {}
     for source in SOURCES:
         for node in ast.walk(source.tree) if source.room in NAMED_ONCE else ():
             if isinstance(node, ast.ClassDef):
-                found.setdefault(node.name, []).append(source.name)
+                found.setdefault(node.name.lstrip("_"), []).append(source.name)
     assert len(found) > 50, "nothing is counted"
     _no_findings([f"{name}: {', '.join(files)}" for name, files in found.items() if len(files) > 1])
 

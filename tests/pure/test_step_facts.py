@@ -12,7 +12,7 @@ from torch import nn
 from fullshard.agree import step_facts
 from fullshard.agree.ledger import NOW, Fact, Ledger, Sealed, called
 from fullshard.agree.recovery import steps_taken
-from fullshard.agree.step_facts import StepFacts, _Mesh, _Sent
+from fullshard.agree.step_facts import StepFacts, _Carried, _Mesh
 from fullshard.peers import RanksDisagree
 
 RANKS = (0, 1)
@@ -185,7 +185,7 @@ def test_after_a_failure_all_ranks_begin_anew(made: Made) -> None:
     made.seal()
     mesh.ledger.do(CALL)
     mesh.hooked.append("layers.0.weight")
-    mesh.earlier.append(_Sent(Comparison(here=True, differs=True), mesh.ledger.seal()))  # type: ignore[arg-type]
+    mesh.earlier.append(_Carried(Comparison(here=True, differs=True), mesh.ledger.seal()))  # type: ignore[arg-type]
     mesh.ledger.do(CALL)
     looks = mesh.looks
     made.scope.epoch = 1
@@ -232,10 +232,10 @@ def test_one_reduction_of_a_backward_carries_a_digest(made: Made) -> None:
 def test_what_did_not_arrive_yet_is_looked_at_after_the_next_backward(made: Made) -> None:
     late, here = Comparison(here=False), Comparison(here=True)
     sealed = Ledger().seal()
-    made.mesh.sent = _Sent(late, sealed)  # type: ignore[arg-type]
+    made.mesh.sent = _Carried(late, sealed)  # type: ignore[arg-type]
     made.facts.compare()
     assert not late.looked and made.mesh.sent is None
-    made.mesh.sent = _Sent(here, sealed)  # type: ignore[arg-type]
+    made.mesh.sent = _Carried(here, sealed)  # type: ignore[arg-type]
     made.facts.compare()
     assert (late.looked, here.looked) == (1, 1) and not made.mesh.earlier
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import fullshard
-from fullshard.agree.companion import Connected, Ranks
+from fullshard.agree.companion import Comparing, Connected
 from fullshard.engine import optimizer_steps, root_of, seam, unit_of
 from tests.harness.models import seeded
 from tests.harness.threads import WORLD, run_ranks
@@ -114,7 +114,7 @@ def test_who_accompanies_a_root(monkeypatch: pytest.MonkeyPatch) -> None:
         root = root_of(unit_of(sharded()))  # type: ignore[arg-type]
         return type(root.companion)
 
-    assert run_ranks(WORLD, kind) == [Ranks] * WORLD
+    assert run_ranks(WORLD, kind) == [Comparing] * WORLD
     assert run_ranks(1, kind) == [Connected]
     monkeypatch.setenv("FULLSHARD_GUARD", "off")
     assert run_ranks(WORLD, kind) == [Connected] * WORLD
@@ -125,7 +125,7 @@ def test_all_that_a_root_reports_is_answered() -> None:
     reports = {name for name in vars(seam.Companion) if not name.startswith("_")}
     compares = {"forward_begins", "forward_ends", "before", "carry", "backward_ends", "discards", "did"}
     assert compares < reports
-    assert {name for name in reports if getattr(Ranks, name) is getattr(seam.Companion, name)} <= {"scopes"}
+    assert {name for name in reports if getattr(Comparing, name) is getattr(seam.Companion, name)} <= {"scopes"}
     assert {name for name in reports if getattr(Connected, name) is getattr(seam.Companion, name)} == compares | {
         "scopes"
     }

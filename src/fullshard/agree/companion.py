@@ -2,7 +2,7 @@
 
 Connected    with FULLSHARD_GUARD=off, and without peers: opens connections, and reports failures. Nothing of it runs
              in a step in which nothing fails
-Ranks        otherwise: also compares what the ranks of each mesh do
+Comparing    otherwise: also compares what the ranks of each mesh do
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def accompany(root: AnyRoot) -> Companion:
     """What accompanies `root`, which is about to form."""
     peers, compared = Peers(root.units, root.thread), mode()
     alone = all(len(links.everyone) < 2 for unit in root.units for links in unit.links)
-    return Connected(root, peers, compared) if alone or compared == "off" else Ranks(root, peers, compared)
+    return Connected(root, peers, compared) if alone or compared == "off" else Comparing(root, peers, compared)
 
 
 class Connected(Companion):
@@ -83,7 +83,7 @@ class Connected(Companion):
         self.peers.publish(error, where)
 
 
-class Ranks(Connected):
+class Comparing(Connected):
     """Compares what the ranks of each mesh of `root` have and do."""
 
     _compares_order = True
@@ -147,7 +147,7 @@ class Ranks(Connected):
 def loaded(unit: Unit, names: Sequence[str], values: Mapping[str, Tensor]) -> None:
     """Parameters of `unit` were loaded: `names` of its model. `values`: those loaded from full tensors."""
     root = unit.root
-    if root is not None and not root.provisional and isinstance(root.companion, Ranks):
+    if root is not None and not root.provisional and isinstance(root.companion, Comparing):
         root.companion.facts.loaded(unit, names, values)
     units_restored([unit])
 
@@ -156,5 +156,5 @@ def about_to_count(root: AnyRoot, sizes: str) -> None:
     """All ranks are about to count something over the meshes of `root`, by a message of `sizes`."""
     if isinstance(root.companion, Connected):
         root.companion.meets()
-    if isinstance(root.companion, Ranks):
+    if isinstance(root.companion, Comparing):
         root.companion.order.announce("count", sizes)

@@ -28,7 +28,7 @@ _PLAIN = (int, float, bool, str, complex, type(None))
 Places = Mapping[int, tuple[Any, str]]
 
 
-class _Part:
+class _MeshPart:
     """The parameters of one optimizer on one mesh."""
 
     def __init__(self, params: Sequence[Tensor], groups: Sequence[int], names: Sequence[str]) -> None:
@@ -91,7 +91,7 @@ class OptimizerFacts:
                 elif not isinstance(param, DTensor):
                     name = given[number] if number < len(given) else f"parameter {len(self.strangers)}"
                     self.strangers[f"{name} beside the model's in the optimizer"] = param
-        self.parts = {key: _Part(*part) for key, part in found.items()}
+        self.parts = {key: _MeshPart(*part) for key, part in found.items()}
 
     def holds(self, optimizer: Optimizer) -> bool:
         """Whether `optimizer` still has the same parameters."""
@@ -143,7 +143,7 @@ class OptimizerFacts:
                     part.options[position, key] = Fact("optimizer", f"{key} of {of}", text_of(value))
                     part.made_of = None
 
-    def _call(self, part: _Part, state: str, gradients: str) -> Statement:
+    def _call(self, part: _MeshPart, state: str, gradients: str) -> Statement:
         facts = (
             Fact("optimizer", "class of the optimizer", self._name),
             Fact("parameters", "parameters of the optimizer", part.listed),
@@ -153,7 +153,7 @@ class OptimizerFacts:
         )
         return called(STEP, facts)
 
-    def _state_text(self, part: _Part, replaced: bool) -> str:
+    def _state_text(self, part: _MeshPart, replaced: bool) -> str:
         """The size of the optimizer state and the change of its step counter; constant during normal training."""
         counter = None
         if part.states:

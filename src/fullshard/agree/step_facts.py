@@ -61,14 +61,14 @@ _log = logging.getLogger("fullshard")
 _by_thread: dict[int, weakref.WeakSet[StepFacts]] = {}
 
 
-class _Sent(NamedTuple):
+class _Carried(NamedTuple):
     """A comparison in flight, and the facts it covers."""
 
     comparison: Comparison
     sealed: Sealed
 
 
-class _Looks:
+class _Comparisons:
     """What was compared since ranks began, or began anew after a failure, and when values are compared next."""
 
     def __init__(self) -> None:
@@ -95,9 +95,9 @@ class _Mesh:
         # Positions of the groups on this mesh, by unit.
         self.members: dict[Unit, list[int]] = {}
         # Comparison of the running backward, and earlier ones whose result was not read yet.
-        self.sent: _Sent | None = None
-        self.earlier: deque[_Sent] = deque()
-        self.looks = _Looks()
+        self.sent: _Carried | None = None
+        self.earlier: deque[_Carried] = deque()
+        self.looks = _Comparisons()
         # Whether messages were sent since the last comparison that nothing foretold (`StepFacts.sent`).
         self.sends_unforetold = False
         # Gradients changed by user hooks since the last call.
@@ -122,7 +122,7 @@ class _Mesh:
         self.ledger.forget()
         self.hooked = []
         self.earlier.clear()
-        self.looks = _Looks()
+        self.looks = _Comparisons()
 
 
 class StepFacts:
@@ -242,7 +242,7 @@ class StepFacts:
             if len(mesh.digits) > 8:
                 mesh.digits.clear()
             digits = mesh.digits[key] = Digits(sealed.digest, unit.device)
-        mesh.sent = _Sent(Comparison(digits, sealed.shared), sealed)
+        mesh.sent = _Carried(Comparison(digits, sealed.shared), sealed)
         return mesh.sent.comparison
 
     def compare(self) -> None:
@@ -302,7 +302,7 @@ class StepFacts:
         """Whether something trains that no unit has, of which the user alone averages the gradients."""
         return any(tensor.requires_grad for tensor in {**self._outside(mesh), **mesh.beside}.values())
 
-    def _look(self, mesh: _Mesh, sent: _Sent) -> None:
+    def _look(self, mesh: _Mesh, sent: _Carried) -> None:
         if sent.comparison.differs() and mesh.scope is not None:
             self._refuse(mesh, mesh.scope, sent.sealed.text)
 

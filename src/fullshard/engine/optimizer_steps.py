@@ -148,7 +148,7 @@ def note_optimizer_step(thread: int) -> None:
 # Full parameters with gradients of their own are allowed: a user may train the parameters of `full_params` on purpose.
 
 
-class _Full(NamedTuple):
+class _FullOf(NamedTuple):
     parameter: weakref.ref[Tensor]
     unit: weakref.ref[NamedUnit]
     # Relative to the unit, as in `ShardedParam`.
@@ -157,7 +157,7 @@ class _Full(NamedTuple):
     when: str
 
 
-_full: dict[int, _Full] = {}  # by id; removed when the parameter dies
+_full: dict[int, _FullOf] = {}  # by id; removed when the parameter dies
 
 
 def note_full(unit: NamedUnit) -> None:
@@ -182,10 +182,10 @@ def _note(unit: NamedUnit, full: Tensor, param: ShardedParam, when: str) -> None
     def forget(_: weakref.ref[Tensor]) -> None:
         _full.pop(key, None)
 
-    _full[key] = _Full(weakref.ref(full, forget), weakref.ref(unit), param.name, when)
+    _full[key] = _FullOf(weakref.ref(full, forget), weakref.ref(unit), param.name, when)
 
 
-def _shows_held(entry: _Full, full: Tensor) -> bool:
+def _shows_held(entry: _FullOf, full: Tensor) -> bool:
     """Whether the gradient on `full` is the local one of micro-batches that no backward has reduced."""
     unit = entry.unit()
     return unit is not None and any(param.full is full and param.gradients.shown is not None for param in unit.params)

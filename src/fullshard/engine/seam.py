@@ -17,7 +17,7 @@ from ..comm import Comparison, ReduceChannel
 Unit: TypeAlias = Any
 
 
-class Failures(Protocol):
+class PublishedFailures(Protocol):
     """What failed among the ranks of one mesh, if anything."""
 
     @property
@@ -27,14 +27,14 @@ class Failures(Protocol):
         """Why messages are refused; None: they are not."""
 
 
-class Scope(Protocol):
+class WaitingRanks(Protocol):
     """The ranks of one mesh, which wait for one another (`peers.Scope`)."""
 
     # The running command, or a function that returns it, for errors.
     doing: str | Callable[[], str]
 
     @property
-    def failures(self) -> Failures: ...
+    def failures(self) -> PublishedFailures: ...
     @property
     def heard(self) -> Sequence[object]:
         """Failures of others; usually empty."""
@@ -55,7 +55,7 @@ class Companion:
     """Accompanies one root. Each method may raise on all ranks of a mesh, and otherwise does nothing here."""
 
     # The meshes of the root. Each knows the running command, and refuses it once a rank failed.
-    scopes: Sequence[Scope] = ()
+    scopes: Sequence[WaitingRanks] = ()
 
     def forms(self) -> None:
         """The units of the root are known; nothing was sent yet."""

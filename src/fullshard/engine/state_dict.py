@@ -150,11 +150,11 @@ Loaded = Callable[[Unit, Sequence[str], Mapping[str, Tensor]], None]
 
 def hook_state_dict(unit: Unit, loaded: Loaded) -> None:
     """Register the hooks of one unit. `loaded`: called after each load."""
-    by_module: dict[nn.Module, list[_Place]] = {}
+    by_module: dict[nn.Module, list[_SlotOf]] = {}
     for group in unit.groups:
         for param in group.params:
             for slot in param.slots:
-                by_module.setdefault(slot.module, []).append(_Place(slot, param, group.placing.shard_device))
+                by_module.setdefault(slot.module, []).append(_SlotOf(slot, param, group.placing.shard_device))
     for module, places in by_module.items():
         hooks = _ModuleHooks(unit, places, loaded)
         module.register_state_dict_pre_hook(hooks.before_saving)
@@ -166,7 +166,7 @@ def hook_state_dict(unit: Unit, loaded: Loaded) -> None:
         module.register_load_state_dict_post_hook(hooks.after_loading)
 
 
-class _Place(NamedTuple):
+class _SlotOf(NamedTuple):
     slot: Slot
     param: ShardedParam
     # The device of its shards.
@@ -176,7 +176,7 @@ class _Place(NamedTuple):
 class _ModuleHooks:
     """The hooks of one module; `places` are its parameters that belong to `unit`."""
 
-    def __init__(self, unit: Unit, places: list[_Place], loaded: Loaded) -> None:
+    def __init__(self, unit: Unit, places: list[_SlotOf], loaded: Loaded) -> None:
         self._unit = unit
         self._places = places
         self._loaded = loaded

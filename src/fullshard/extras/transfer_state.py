@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from .._torch import dtensor_like, settled
 from ..engine.names import clean_name
-from ..layout import Box, Held, Link, Names, Part, Parts, rename
+from ..layout import Box, Held, Link, Names, Parts, Portion, rename
 from ..param import dtype_named, local_data
 
 # Between the name of a parameter and that of its state.
@@ -178,7 +178,7 @@ def _link_entry(
         elif not there.shape:
             if first[link.target] == link.source and key not in made.targets:
                 made.links.append(Link(key_of(link.source, entry), key, (), (), ()))
-                parts = Parts([Part(Box((), ()), tuple(sorted(set(holders[link.target]))))])
+                parts = Parts([Portion(Box((), ()), tuple(sorted(set(holders[link.target]))))])
                 made.targets[key] = Held((), there.dtype, parts, key)
         else:
             shape = sources[link.source].shape

@@ -40,8 +40,8 @@ from .names import Names as Names
 from .names import rename as rename
 from .routes import Cutting as Cutting
 from .routes import Held as Held
-from .routes import Part as Part
 from .routes import Parts as Parts
+from .routes import Portion as Portion
 from .routes import Route as Route
 from .routes import TransferPlan as TransferPlan
 from .routes import spread as spread

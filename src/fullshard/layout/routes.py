@@ -26,7 +26,7 @@ from .shard import itemsize
 ALIGNMENT = 16
 
 
-class Part(NamedTuple):
+class Portion(NamedTuple):
     """A part of a tensor, and the ranks that hold it."""
 
     box: Box
@@ -36,7 +36,7 @@ class Part(NamedTuple):
 class Parts:
     """The different parts of a tensor. One object for all tensors of equal layout and shape: compared by identity."""
 
-    def __init__(self, parts: Iterable[Part]) -> None:
+    def __init__(self, parts: Iterable[Portion]) -> None:
         self.parts = tuple(part for part in parts if part.box.numel)
         self.by_rank = {rank: number for number, part in enumerate(self.parts) for rank in part.ranks}
 
@@ -55,16 +55,18 @@ class Held(NamedTuple):
     same_as: str = ""
 
 
-def spread(shape: Sequence[int], mesh: Sequence[int], ranks: Sequence[int], cuts: Sequence[Cut | None]) -> list[Part]:
+def spread(
+    shape: Sequence[int], mesh: Sequence[int], ranks: Sequence[int], cuts: Sequence[Cut | None]
+) -> list[Portion]:
     """The parts of a tensor on a mesh of sizes `mesh` with `ranks`, in row-major order.
 
     >>> spread((3,), (2, 2), (0, 1, 2, 3), [None, Cut(0)])[1]
-    Part(box=Box(offsets=(2,), lengths=(1,)), ranks=(1, 3))
+    Portion(box=Box(offsets=(2,), lengths=(1,)), ranks=(1, 3))
     """
     found: dict[Box, list[int]] = {}
     for rank, coordinate in zip(ranks, positions(mesh), strict=True):
         found.setdefault(local_box(shape, mesh, coordinate, cuts), []).append(rank)
-    return [Part(box, tuple(held)) for box, held in found.items()]
+    return [Portion(box, tuple(held)) for box, held in found.items()]
 
 
 class RoutePiece(NamedTuple):
@@ -255,7 +257,7 @@ def _range(box: Box) -> tuple[int, int]:
     return (box.offsets[0], box.lengths[0]) if box.offsets else (0, 1)
 
 
-def _sender(part: Part, number: int, receiver: int) -> int:
+def _sender(part: Portion, number: int, receiver: int) -> int:
     """Returns the rank, of those that hold `part`, the `number`th of its tensor, that sends it to `receiver`."""
     # Receivers and parts are spread over the replicas.
     return receiver if receiver in part.ranks else part.ranks[(receiver + number) % len(part.ranks)]

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from .._torch import cut_dim, local_of, settled
-from ..layout import Cut, Held, Part, Parts, known_dtypes, spread
+from ..layout import Cut, Held, Parts, Portion, known_dtypes, spread
 
 
 class Place(NamedTuple):
@@ -90,7 +90,7 @@ class Layouts:
                 here = spread(shape, (len(plain),), plain, [None]) if mesh is None else spread(shape, mesh, ranks, cuts)
                 for part in here:
                     by_box.setdefault(part.box, {}).update(dict.fromkeys(part.ranks))
-            self._made[key] = Parts(Part(box, tuple(sorted(ranks))) for box, ranks in by_box.items())
+            self._made[key] = Parts(Portion(box, tuple(sorted(ranks))) for box, ranks in by_box.items())
         return self._made[key]
 
 

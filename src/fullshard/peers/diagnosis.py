@@ -363,7 +363,7 @@ _CLAIM_EACH = 4
 _CLAIMING = 250
 
 
-class _Watch(AnyWatch, Protocol):
+class _Deciding(AnyWatch, Protocol):
     """`AnyWatch` with the attributes that its leader needs."""
 
     scopes: dict[tuple[tuple[int, ...], str], Scope]
@@ -374,7 +374,7 @@ class _Watch(AnyWatch, Protocol):
 class Leader:
     """Reads the records of scopes that this rank leads, and claims leadership. Held by its `Watch`."""
 
-    def __init__(self, watch: _Watch) -> None:
+    def __init__(self, watch: _Deciding) -> None:
         self._watch = watch
         self._records, self._host = watch.records, watch.host
         self._reader = Reader(watch.host)
