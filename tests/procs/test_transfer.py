@@ -18,6 +18,7 @@ from fullshard.comm import exchange
 from tests.harness.forked import run_forks
 from tests.harness.killed import DONE, run_killed
 from tests.harness.models import seeded
+from tests.threads.test_relayout import _model as _laid_out_model
 from tests.threads.test_transfer import LAYOUTS, assert_moved, laid_out, values
 from tests.threads.test_weights import plain, sharded
 
@@ -42,6 +43,20 @@ def test_layouts_over_gloo() -> None:
             for _ in range(2):
                 move.run()
             assert_moved(target, laid_out(to, rank, full))
+
+    run_forks(4, rank_main, (), 60.0)
+
+
+@pytest.mark.parametrize(("of", "to"), [("hsdp", "fsdp"), ("fsdp", "hsdp")])
+def test_a_state_dict_of_another_layout_over_gloo(of: str, to: str) -> None:
+    """From replicas one rank of each pair has all that it needs: it moves nothing, and the others wait for it."""
+
+    def rank_main(rank: int) -> None:
+        model: Any = _laid_out_model(to, 1)
+        model.load_state_dict(_laid_out_model(of, 0).state_dict())
+        for name, tensor in model.state_dict().items():
+            found = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+            assert torch.equal(found, plain()[name]), name
 
     run_forks(4, rank_main, (), 60.0)
 

@@ -298,6 +298,7 @@ def test_gradients_that_are_not_reduced_are_an_error() -> None:
     run_ranks(2, run)
 
 
+@pytest.mark.threads_only("counts the messages of all ranks in one process")
 def test_one_sum_and_one_maximum_for_each_mesh(monkeypatch: Any) -> None:
     """However many parameters there are."""
     sent: list[int] = []

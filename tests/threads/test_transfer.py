@@ -130,6 +130,7 @@ def assert_moved(target: Mapping[str, Tensor] | None, expected: Mapping[str, Ten
         assert torch.equal(_local(found), _local(tensor)), name
 
 
+@pytest.mark.threads_only("counts the messages of all ranks in one process")
 @pytest.mark.parametrize("to", LAYOUTS)
 @pytest.mark.parametrize("of", LAYOUTS)
 @pytest.mark.sample(12, full=30)

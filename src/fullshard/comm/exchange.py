@@ -162,6 +162,9 @@ class Exchange:
     def _exchange(self, rank: int, buffer: Tensor, most_messages: int) -> None:
         line, world = self._ranks.pairs, len(self._ranks.members)
         data = None if line is None else line.data_group
+        if data is not None:
+            # Waits for all ranks. Those with nothing to move have to come too, or the others would wait for ever.
+            data.connect()
         # A message has the same number on both ranks, as one of a collective would, so that a rank that fails can say
         # how far it came.
         first = 0 if data is None else data.issued
