@@ -542,8 +542,8 @@ PLANTED: dict[str, Planted] = {
         (
             change(
                 "engine.executor:Executor._finish",
-                "    for unit in self._backward.touched:\n",
-                "    for unit in self._backward.touched:\n        here.moved(unit)\n",
+                "    for unit in self._backward.touched:\n        for position",
+                "    for unit in self._backward.touched:\n        here.moved(unit)\n        for position",
             ),
         ),
         "zero3",

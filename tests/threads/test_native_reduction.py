@@ -159,7 +159,7 @@ def test_a_failed_backward_leaves_nothing_under_way() -> None:
 
 def _ways(model: nn.Module) -> set[str]:
     units = [unit for module in model.modules() if (unit := unit_of(module)) is not None]
-    return {type(channel).__name__ for unit in units for known in unit.channels._reduces for channel in known.values()}
+    return {type(channel).__name__ for unit in units for known in unit.channels.reduces for channel in known.values()}
 
 
 @pytest.mark.parametrize(

@@ -146,15 +146,18 @@ def is_used(path: str) -> bool:
 
 
 def remove(path: str) -> bool:
-    """Remove a checkpoint, or the rest of a save that was killed. False if nothing in it is ours, or if a save is
-    writing to it or something in this process uses it.
+    """Remove a checkpoint, or the rest of a save that was killed. False if nothing in it is ours, if a save is writing
+    to it or something in this process uses it, or if another process removes it at the same time.
 
     A directory that also contains what is not ours stays, with that, and is no checkpoint from the first step on.
     """
     if is_used(path):
         return False
     with contextlib.ExitStack() as stack:
-        folder = stack.enter_context(Folder.open(path))
+        try:
+            folder = stack.enter_context(Folder.open(path))
+        except FileNotFoundError:
+            return False
         try:
             pointed = read_pointer(folder) is not None
         except CheckpointDamaged:
@@ -173,7 +176,10 @@ def remove(path: str) -> bool:
         parent = stack.enter_context(Folder.open(os.path.dirname(path)))
         name = _REMOVED + os.path.basename(path)
         clear_rest(parent, name)
-        os.rename(os.path.basename(path), name, src_dir_fd=parent.fd, dst_dir_fd=parent.fd)
+        try:
+            os.rename(os.path.basename(path), name, src_dir_fd=parent.fd, dst_dir_fd=parent.fd)
+        except FileNotFoundError:  # another process did so since this one opened it
+            return False
         parent.sync()
         _empty(folder)
         os.rmdir(name, dir_fd=parent.fd)
