@@ -333,28 +333,30 @@ def measure(rank: int, world: int, parent: str, mebibytes: int, rounds: int) -> 
     warnings.simplefilter("ignore")  # DCP warns of its own calls
     state, other = state_of(world, rank, mebibytes), state_of(world, rank + world, mebibytes)
     made: dict[str, Any] = {}
+    turns = [(name, kind, synced) for name, kind in CLASSES.items() for synced in (True, False)]
     for current in range(rounds + 1):
-        for name, kind in CLASSES.items():
-            for synced in (True, False):
-                folder = f"{parent}/{world}-{name.replace(' ', '-')}-{synced}"
-                if rank == 0:
-                    shutil.rmtree(folder, ignore_errors=True)
-                    os.mkdir(folder)
-                dist.barrier()
-                way = kind(folder, rank, synced)
-                with durability(synced):
-                    found, facts = once(way, state, other)
-                dist.barrier()
-                if rank == 0:
-                    shutil.rmtree(folder)
-                table = made.setdefault("synced" if synced else "unsynced", {}).setdefault(name, {"facts": []})
-                table["facts"].append(facts)
-                for part, (seconds, nbytes, cpu) in found.items():
-                    row = table.setdefault(part, {"seconds": [], "nbytes": [], "cpu": []})
-                    row["nbytes"].append(nbytes)
-                    if current:  # the first round makes buffers, groups and files
-                        row["seconds"].append(seconds)
-                        row["cpu"].append(cpu)
+        # Each round begins with another way: the first one pays for what the last one left in page cache and memory.
+        first = 3 * current % len(turns)
+        for name, kind, synced in turns[first:] + turns[:first]:
+            folder = f"{parent}/{world}-{name.replace(' ', '-')}-{synced}"
+            if rank == 0:
+                shutil.rmtree(folder, ignore_errors=True)
+                os.mkdir(folder)
+            dist.barrier()
+            way = kind(folder, rank, synced)
+            with durability(synced):
+                found, facts = once(way, state, other)
+            dist.barrier()
+            if rank == 0:
+                shutil.rmtree(folder)
+            table = made.setdefault("synced" if synced else "unsynced", {}).setdefault(name, {"facts": []})
+            table["facts"].append(facts)
+            for part, (seconds, nbytes, cpu) in found.items():
+                row = table.setdefault(part, {"seconds": [], "nbytes": [], "cpu": []})
+                row["nbytes"].append(nbytes)
+                if current:  # the first round makes buffers, groups and files
+                    row["seconds"].append(seconds)
+                    row["cpu"].append(cpu)
     return made
 
 

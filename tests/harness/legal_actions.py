@@ -300,7 +300,7 @@ def _nothing_for_some(run: Run) -> None:
 
 
 def _caught(run: Run) -> None:
-    """All ranks raise at one place, catch it, and go on with the step."""
+    """All ranks raise at one place, catch it, and continue with the step."""
     # What is inside of a block may be used by some ranks only.
     names = ["head", *(f"blocks.{i}" for i in range(len(run.spec.blocks)))]
     # That of a backward may not be come to: what does not raise is a good micro-batch, and no fault either.
@@ -482,7 +482,7 @@ def _gradients_replaced(run: Run) -> None:
 
 
 def _one_rank_writes(run: Run) -> None:
-    """A file of its own, while the others wait in a barrier of theirs or go on: nothing of the model is sent."""
+    """A file of its own, while the others wait in a barrier of their own or continue: nothing of the model is sent."""
     if run.rank == 0:
         nn.utils.get_total_norm([p.to_local() for p in run.model.parameters() if isinstance(p, DTensor)])
     if run.program.setting == "one model":

@@ -1,4 +1,4 @@
-"""Which part of a tensor is where, and what a reader of another world takes: no files, no torch calls of ours. The cuts
+"""Which part of a tensor is where, and what a reader of another world takes: no files, no calls of torch. The cuts
 are compared with torch's own arithmetic for DTensors."""
 
 from __future__ import annotations

@@ -108,7 +108,7 @@ def test_ranks_with_equal_texts_share_what_is_read() -> None:
 
 @given(st.lists(_statements, min_size=1, max_size=4))
 def test_lists_differ_exactly_when_their_texts_do(lists: Any) -> None:
-    """And each rank is told of once. Naively, at the first place where not all are equal: what stands there on some
+    """And each rank is named once. Naively, at the first place where not all are equal: what stands there on some
     rank is what differs."""
     difference = first_difference(dict(enumerate(lists)))
     assert (difference is not None) == (len({dumps(statements) for statements in lists}) > 1)
