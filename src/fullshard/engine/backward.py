@@ -175,7 +175,7 @@ class SavedTensorHooks:
     def begin(self, unit: Unit) -> bool:
         """A forward of `unit` with gradients begins. Returns whether `end` must be called after it."""
         unit.reads.is_on = False
-        if unit.reads.left <= 0 or not unit.releases or not saved_tensor_hooks_allowed():
+        if unit.reads.left <= 0 or not saved_tensor_hooks_allowed():
             return False
         if not (unit.reads.is_irregular or self._always):
             unit.reads.left -= 1
