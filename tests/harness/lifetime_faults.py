@@ -272,10 +272,11 @@ LIFETIMES: dict[str, Lifetime] = {
         ),
         lifetimes.direct,
     ),
+    # A forward without gradients whose messages were not expected is compared by a small message of the host.
     "comparisons of the host go over NCCL": Lifetime(
         SeededFault(f"{_GROUP}.open", 'backend_name(self.origin, host), "check"', 'self.backend, "check"'),
         lifetimes.trains,
-        (Setup(steps=2),),
+        (Setup(steps=2, evaluate=True),),
     ),
     "a tensor of the host is sent by the device": Lifetime(
         SeededFault(
