@@ -61,6 +61,8 @@ class _World:
             here = here[1:] if link.lifted == "target" else here
             held = self.plan.sources[link.source].parts.box(source)
             assert held is not None and _inside(there, held), "sends what it does not hold"
+            own = self.plan.sources[link.source].parts.box(target)
+            assert source == target or own is None or not _inside(there, own), "is sent what it has"
             wanted = self.plan.targets[link.target].parts.box(target)
             assert wanted is not None and _inside(here, wanted), "is sent what it does not hold"
             self.found.setdefault(target, {}).setdefault(link.target, {})[here] = self.values[link.source][there]

@@ -136,6 +136,35 @@ def test_ranks_with_other_choices_are_named() -> None:
     run_ranks(2, rank_main)
 
 
+def test_a_name_that_no_unit_has_is_refused_at_the_first_forward() -> None:
+    """One policy for all units: a name counts if one of them has it, in its forward or in a method of its class."""
+
+    class Narrow(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.block, self.head = Block(), nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.block(x, x))  # type: ignore[no-any-return]
+
+        def encode(self, pixels: Tensor) -> Tensor:
+            return self.head(pixels)  # type: ignore[no-any-return]
+
+    def rank_main(rank: int) -> None:
+        for names, text in ((["!x", "!pixels"], None), (["inputs"], "'inputs', which none has; they have .*input")):
+            model: Any = seeded(Narrow)
+            policy = MixedPrecisionPolicy(BF16, cast_forward_inputs=names)
+            for unit in (model.head, model):  # not Block, which takes any name
+                fully_shard(unit, mp_policy=policy)
+            if text is None:
+                model(torch.randn(2, 4))
+                continue
+            with pytest.raises(ValueError, match=r"mp_policy.cast_forward_inputs: expected names .*" + text):
+                model(torch.randn(2, 4))
+
+    run_ranks(2, rank_main)
+
+
 def test_the_whole_model_at_once() -> None:
     """`prepare_fully_shard`: names in the configuration, a function as an argument."""
 

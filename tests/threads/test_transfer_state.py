@@ -150,3 +150,106 @@ def test_fused_and_renamed_state_and_what_is_refused() -> None:
             transfer((source, few), (target, other), names=names)
 
     run_ranks(2, rank_main)
+
+
+class Factors(torch.optim.Optimizer):
+    """State of other shapes: a factor whose rows are the parameter's columns, a history, a count in the parameter's
+    place; as optimizers of whole matrices have it."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state, full = self.state[parameter], whole(parameter.grad)
+                if not state:
+                    state["factor"] = full.new_zeros(full.shape[-1], 2)
+                    state["columns"] = parameter.grad.new_zeros(full.shape[-1])
+                    state["count"] = torch.zeros((), dtype=torch.int64)
+                state["factor"] += full.sum()
+                state["columns"] += 1
+                state["count"] += 1
+                parameter.add_(parameter.grad * float(state["factor"].mean()), alpha=-0.1)
+
+
+@pytest.mark.parametrize("to", ["sharded", "plain"])
+def test_state_of_another_shape_goes_whole(to: str) -> None:
+    """Plain state stays plain; what is a DTensor in the source is a replicated one where the parameter is a DTensor.
+    Entries of the target that the source lacks are gone."""
+
+    def rank_main(rank: int) -> None:
+        source: Any = seeded(make)
+        fully_shard(source)
+        optimizer = Factors(source.parameters())
+        step(source, optimizer, 0)
+        target: Any = seeded(make, seed=1)
+        if to == "sharded":
+            fully_shard(target[0])
+            fully_shard(target)
+        other = Factors(target.parameters())
+        other.state[target[2].weight]["stale"] = torch.ones(3)
+        move = transfer((source, optimizer), (target, other))
+        for _ in range(2):  # into new tensors, and into those
+            kept = dict(other.state[target[0].weight])
+            move.run()
+            for parameter, mine in zip(target.parameters(), source.parameters(), strict=True):
+                state, expected = other.state[parameter], optimizer.state[mine]
+                assert state.keys() == expected.keys() == {"factor", "columns", "count"}
+                assert all(torch.equal(whole(state[key]), whole(expected[key])) for key in state)
+                assert type(state["factor"]) is Tensor and state["factor"].shape == (parameter.shape[-1], 2)
+                assert isinstance(state["columns"], DTensor) is (to == "sharded")
+            assert all(other.state[target[0].weight][key] is value for key, value in kept.items())
+        step(source, optimizer, 1)
+        step(target, other, 1)
+        for one, two in zip(source.parameters(), target.parameters(), strict=True):
+            assert torch.equal(whole(one), whole(two))
+
+    run_ranks(2, rank_main)
+
+
+def test_adafactors_own_class_between_ranks_and_what_no_part_can_be_made_of() -> None:
+    def rank_main(rank: int) -> None:
+        source, target = seeded(make), seeded(make, seed=1)
+        optimizer = torch.optim.Adafactor(source.parameters(), lr=0.1)
+        other = torch.optim.Adafactor(target.parameters(), lr=0.1)
+        step(source, optimizer, 0)
+        names: Any = {"0.weight": (("a", 3), ("b", 4))}
+        with pytest.raises(
+            ValueError, match=r"0.weight: state 'row_var' of shape \(7, 1\), not of the parameter's \(7"
+        ):
+            parts = nn.ParameterDict({"a": torch.zeros(3, 5), "b": torch.zeros(4, 5)})
+            rest = {name: None for name, _ in source.named_parameters() if name != "0.weight"}
+            few = torch.optim.Adafactor(parts.parameters(), lr=0.1)
+            transfer((source, optimizer), (parts, few), names=names | rest)
+        transfer(
+            (source, optimizer) if rank == 0 else None,
+            (target, other) if rank == 1 else None,
+        ).run()
+        if rank == 1:
+            for number in range(1, 3):
+                step(source, optimizer, number)
+                step(target, other, number)
+            for name, value in found(source, optimizer).items():
+                assert torch.equal(found(target, other)[name], value), name
+
+    run_ranks(2, rank_main)
+
+
+def test_state_that_cannot_travel_is_named_on_all_ranks() -> None:
+    def rank_main(rank: int) -> None:
+        source, target = seeded(make), seeded(make, seed=1)
+        optimizer = torch.optim.SGD(source.parameters(), lr=0.1)
+        other = torch.optim.SGD(target.parameters(), lr=0.1)
+        for key, entry, text in (
+            (source[0].weight, {"old_dirs": [torch.ones(2)]}, "Object of type Tensor"),  # type: ignore[index]
+            ("of all", {"total": 1}, "expected state of parameters in its groups, found 'of all'"),
+        ):
+            optimizer.state.clear()
+            if rank == 0:
+                optimizer.state[key] = entry
+            with pytest.raises(ValueError, match=f"rank 0: an optimizer's settings or state: {text}"):
+                transfer((source, optimizer), (target, other))
+
+    run_ranks(2, rank_main)

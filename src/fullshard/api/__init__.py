@@ -8,6 +8,7 @@ from .clip import GradScaler as GradScaler
 from .clip import clip_grad_norm_ as clip_grad_norm_
 from .finalization import GradientReductionHandle as GradientReductionHandle
 from .full_params import full_params as full_params
+from .full_params import write_shards as write_shards
 from .fully_shard import fully_shard as fully_shard
 from .fully_shard import register_fsdp_forward_method as register_fsdp_forward_method
 from .fully_shard import replicate as replicate

@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ..agree.order import before_opening
+from ..comm import settle_uploads
 from ..engine import Unit, unit_of
 from ..engine.full_params import NoSteps, Opening, OpenUnit, opened_of, refuse_in_step
 from ..engine.root import module_units
@@ -107,4 +108,22 @@ def _units(model: object, recurse: bool) -> list[Unit]:
                     f"parameter {dotted} belongs to a unit around it; pass the module that was sharded"
                     + ("" if recurse else ", or recurse=True")
                 )
+    return units
+
+
+def write_shards(model: nn.Module, what: str) -> list[Unit]:
+    """Make the shards of `model` ready to be written from outside: no unit computes with full parameters made of them,
+    and no upload reads them. Returns the units.
+
+    Raises `RuntimeError` if a unit is open, because leaving it would write its full parameters back; `what`: who asks.
+    """
+    units = module_units(model)
+    for unit in units:
+        if unit.opened is not None:
+            raise RuntimeError(
+                f"{what}: expected sharded parameters, found {unit.record.name} open; leave full_params first"
+            )
+        if unit.root is not None:
+            unit.root.reshard(unit)
+    settle_uploads()
     return units

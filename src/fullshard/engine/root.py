@@ -27,6 +27,7 @@ from .._torch import (
 from ..comm import Nodes, settle_uploads, uploading
 from ..param import ShardedParam
 from ..policy import Controls, Options
+from ..policy.casting import check_known_names
 from ..schedule import Command, Event, Full, RunRecord, UnitRecord, Use, rules
 from .backward import NOT_RUNNING, RunningBackward, SavedTensorHooks
 from .executor import Executor
@@ -480,7 +481,7 @@ def root_of(unit: Unit) -> Root:
     """The root of `unit`; if there is none yet, it forms from the module of `unit` and everything below.
 
     Raises `RuntimeError` if parameters are still on the meta device, and `ValueError` if a parameter belongs to two
-    units.
+    units, or if `cast_forward_inputs` names an argument that no unit has.
     """
     root = formed(unit)
     if root is not None and not root.provisional:
@@ -509,6 +510,9 @@ def root_of(unit: Unit) -> Root:
         names[below] = f"{names[below]}+{name}" if below in names else name
     units = list(names)
     _refuse_meta(unit.module, units)
+    check_known_names(
+        "mp_policy.cast_forward_inputs", [(one.settings.policy.cast_forward_inputs, one.modules) for one in units]
+    )
     for below in units:
         _settle(below)
     if unit.settings.reshard_after_forward is None:

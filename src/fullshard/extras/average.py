@@ -13,10 +13,9 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from .._torch import dtensor_like
-from ..comm import settle_uploads
+from ..api import write_shards
 from ..engine.names import clean_name
 from ..engine.optimizer_steps import refuses_steps
-from ..engine.root import module_units
 from ..param import local_data, local_part
 from ..policy.arguments import expect, expect_choice, expect_flag, expect_module
 
@@ -131,7 +130,7 @@ class Average:
         if any(entered._model is self._model for entered in _applied):
             raise RuntimeError("average.applied: expected the model's own values, found an average applied already")
         current = self._current()
-        _settle(self._model)
+        write_shards(self._model, "average.applied")
         kept: dict[str, Tensor] = {}
         with torch.inference_mode(False), torch.no_grad():
             for name, tensor in current.items():
@@ -144,7 +143,7 @@ class Average:
             yield
         finally:
             _applied.remove(self)
-            _settle(self._model)
+            write_shards(self._model, "average.applied")
             with torch.inference_mode(False), torch.no_grad():
                 for name, tensor in current.items():
                     local_data(tensor).copy_(kept[name])
@@ -220,18 +219,6 @@ def _mean_dtype(dtype: torch.dtype) -> torch.dtype:
 
 def _like(tensor: Tensor, mean: Tensor) -> Tensor:
     return dtensor_like(tensor, mean) if isinstance(tensor, DTensor) else mean
-
-
-def _settle(model: nn.Module) -> None:
-    """The shards of `model` may be written: no unit computes with full parameters made from them."""
-    for unit in module_units(model):
-        if unit.opened is not None:
-            raise RuntimeError(
-                f"average.applied: expected sharded parameters, found {unit.record.name} open; leave full_params first"
-            )
-        if unit.root is not None:
-            unit.root.reshard(unit)
-    settle_uploads()
 
 
 _applied: list[Average] = []

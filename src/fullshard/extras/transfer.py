@@ -13,12 +13,11 @@ from torch import Tensor, nn
 
 from .._torch import settled
 from ..agree import mark_restored
-from ..api import allocate, forget_values
-from ..comm import Exchange, OwnParts, Ranks, problems_of, ranks_of, settle_uploads, texts_of
-from ..engine.root import module_units
+from ..api import allocate, forget_values, write_shards
+from ..comm import Exchange, OwnParts, Ranks, problems_of, ranks_of, texts_of
 from ..layout import Box, Held, Link, Names, TransferPlan, itemsize, rename
 from ..layout.routes import ALIGNMENT
-from ..param import Layouts, as_text, dtype_named, from_text, held_by, local_data, places_of, poison
+from ..param import Layouts, Place, as_text, dtype_named, from_text, held_by, local_data, places_of, poison
 from ..policy.arguments import expect, expect_group, expect_optimizers, expect_whole
 from .transfer_state import Filled, State, described, planned, shown
 from .weights import named_state, overflows
@@ -60,8 +59,10 @@ def transfer(
         optimizer's state and settings too; or a mapping of names to tensors, nested as state dicts are. Tensors are
         plain or DTensors: sharded, replicated, on several axes, on any meshes of these ranks. A plain tensor is whole
         on each rank that passes it, and the same on all of them. What the source has, the target must have, and the
-        other way round. An optimizer of the target needs no state yet; counts and settings that are no tensors are
-        those of this call, and a run after they changed is refused.
+        other way round. An optimizer of the target needs no state yet, and has the source's alone afterwards; counts
+        and settings that are no tensors are those of this call, and a run after they changed is refused. State of
+        another shape than its parameter's goes whole to each rank that has the parameter: plain, or replicated where
+        it is a DTensor in the source.
     names: from names of the source to those of the target: see `weights`.
     dtype: in which floating-point values travel; None: the narrower one of both ends. Values arrive in the target's
         dtype. The state of an optimizer keeps its own.
@@ -102,7 +103,7 @@ class Transfer:
         self._source, self._target = source, target
         ranks = ranks_of(process_group, _HOST)
         # The part of the optimizers that is not in the plan; and that of the source here, as the plan knows it.
-        self._state = State([], {}, {}, {}, [])
+        self._state = State([], {}, {}, {}, [], {})
         with ranks.texts.together("transfer: descriptions"):
             self._plan, self._state, problems, device = _planned((source, target), names, dtype, limit_nbytes, ranks)
             # A mapping of names may differ between ranks, so each reports what it found.
@@ -159,7 +160,9 @@ class Transfer:
         problems = []
         try:
             if (model := _model_of(self._target)) is not None:
-                _settle(model)
+                units = write_shards(model, "transfer")
+                if units and any(local_data(tensor).is_meta for tensor in model.state_dict(keep_vars=True).values()):
+                    allocate(model)
             filled = Filled(self._target, self._state)
             state = described(self._source)
             if state.text() != self._known:
@@ -231,21 +234,6 @@ def _is_missing(tensor: Tensor) -> bool:
     return local.is_meta and local.numel() > 0
 
 
-def _settle(model: nn.Module) -> None:
-    """The shards of `model` may be written."""
-    units = module_units(model)
-    for unit in units:
-        if unit.opened is not None:
-            raise RuntimeError(
-                f"transfer: expected a target outside of full_params, found {unit.record.name} open; leave that context"
-            )
-        if unit.root is not None:
-            unit.root.reshard(unit)
-    settle_uploads()
-    if units and any(local_data(tensor).is_meta for tensor in model.state_dict(keep_vars=True).values()):
-        allocate(model)
-
-
 def _side(tensors: Mapping[str, Tensor], held: Mapping[str, Held], rank: int) -> OwnParts:
     """This rank's parts."""
 
@@ -268,15 +256,15 @@ def _planned(
     """The plan, what does not fit, and the device of the messages. Collective: it shares what each rank holds."""
     here = tensors_of(both[0]), tensors_of(both[1])
     (source, wrong), (target, wrong_too) = places_of(here[0]), places_of(here[1])
-    states = described(both[0]), described(both[1])
-    state, wrong_state = places_of(states[0].tensors)
-    problems = [*wrong, *wrong_too, *wrong_state]
+    problems, state, texts = [*wrong, *wrong_too], dict[str, Place](), [_NOTHING, _NOTHING]
     kind = None if dtype is None else str(dtype).removeprefix("torch.")
     try:
+        states = described(both[0]), described(both[1])
+        state, wrong_state = places_of(states[0].tensors)
+        problems += wrong_state
         texts = [states[0].text(), states[1].text()]
     except TypeError as error:
         problems.append(f"an optimizer's settings or state: {error}")
-        texts = [_NOTHING, _NOTHING]
     mine = json.dumps([as_text(source), as_text(target), as_text(state), *texts, _device_of(here), limit_nbytes, kind])
     given = [
         (json.loads(text), [ranks.members[number] for number in numbers] if ranks.texts.world > 1 else [ranks.rank])
@@ -295,7 +283,7 @@ def _planned(
         sides.append({} if isinstance(held, list) else held)
     sources, targets, held_state = sides
     links: list[Link] = []
-    moved = State([], {}, {}, {}, [])
+    moved = State([], {}, {}, {}, [], {})
     if not problems:
         links, problems = _linked(names, sources, targets)
     if not problems:
@@ -307,7 +295,7 @@ def _planned(
     return TransferPlan(links, sources, targets, ranks.members, limit_nbytes, kind, exact), moved, problems, device
 
 
-_NOTHING = json.dumps([{}, [], [], []])
+_NOTHING = json.dumps([{}, [], [], {}])
 
 
 def _linked(names: Names, sources: Mapping[str, Held], targets: Mapping[str, Held]) -> tuple[list[Link], list[str]]:

@@ -1,8 +1,9 @@
 """The state of an optimizer in a transfer: what it holds for each parameter, under the names of the parameters.
 
 A tensor of a parameter's shape goes where the parameter goes: renamed, fused, split or packed with it, and placed like
-it in the target. One without dims (a count of steps) is on every rank that has the parameter; of fused parameters the
-first one's counts.
+it in the target. One of another shape (the factors of Adafactor and Shampoo) goes whole to every rank that has the
+parameter, which must not be fused or split. So does one without dims (a count of steps); of fused parameters the first
+one's counts.
 """
 
 from __future__ import annotations
@@ -13,12 +14,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
 
 from .._torch import dtensor_like, settled
 from ..engine.names import clean_name
-from ..layout import Box, Held, Link, Names, Parts, Portion, rename
+from ..layout import Held, Link, Names, Parts, Portion, rename, whole
 from ..param import dtype_named, local_data
 
 # Between the name of a parameter and that of its state.
@@ -60,34 +61,51 @@ def parameters_of(model: nn.Module, optimizers: Iterable[Optimizer]) -> dict[str
     return found
 
 
+class Kind(NamedTuple):
+    """Whether a tensor is a DTensor, and where it is: "host" (the parameter is not), "device", or "" (both on the
+    host)."""
+
+    is_dtensor: bool
+    place: str
+
+
+def _kind(tensor: Tensor, parameter: Tensor) -> Kind:
+    place = "" if parameter.device.type == "cpu" else "host" if tensor.device.type == "cpu" else "device"
+    return Kind(isinstance(tensor, DTensor), place)
+
+
 class Described(NamedTuple):
-    """The state that one rank has. `tensors`: state by `key_of`; `values`: state that is no tensor; `groups`: names and
-    settings of each group; `names`: of the parameters of its optimizers, in any role."""
+    """The state that one rank has. `tensors`: state by `key_of`, and `kinds` of it; `values`: state that is no tensor;
+    `groups`: names and settings of each group; `names`: of the parameters of its optimizers, in any role."""
 
     tensors: dict[str, Tensor]
+    kinds: dict[str, Kind]
     values: dict[str, Any]
     groups: list[tuple[list[str], dict[str, Any]]]
     names: list[str]
 
     def text(self) -> str:
-        """Everything but the tensors, of which the names."""
-        return json.dumps([self.values, self.groups, self.names, sorted(self.tensors)])
+        """Everything but the tensors."""
+        return json.dumps([self.values, self.groups, self.names, self.kinds], sort_keys=True)
 
 
 def described(side: Any) -> Described:
     """The optimizers of one side on this rank."""
     optimizers = optimizers_of(side)
     if not optimizers:
-        return Described({}, {}, [], [])
+        return Described({}, {}, {}, [], [])
     parameters = parameters_of(side[0], optimizers)
     name_of = {id(parameter): name for name, parameter in parameters.items()}
-    tensors, values, groups = dict[str, Tensor](), dict[str, Any](), list[tuple[list[str], dict[str, Any]]]()
+    tensors, kinds, values = dict[str, Tensor](), dict[str, Kind](), dict[str, Any]()
+    groups = list[tuple[list[str], dict[str, Any]]]()
     for optimizer in optimizers:
         for parameter, entries in optimizer.state.items():
+            if id(parameter) not in name_of:
+                raise TypeError(f"expected state of parameters in its groups, found {parameter!r:.60}")
             for entry, value in entries.items():
                 key = key_of(name_of[id(parameter)], entry)
                 if isinstance(value, Tensor):
-                    tensors[key] = settled(value)
+                    tensors[key], kinds[key] = settled(value), _kind(value, parameter)
                 else:
                     values[key] = value
         for group in optimizer.param_groups:
@@ -97,19 +115,21 @@ def described(side: Any) -> Described:
                 if name not in ("params", "param_names")
             }
             groups.append(([name_of[id(parameter)] for parameter in group["params"]], settings))
-    return Described(tensors, values, groups, list(parameters))
+    return Described(tensors, kinds, values, groups, list(parameters))
 
 
 class State(NamedTuple):
     """The state that goes from the optimizers of the source into those of the target, the same on all ranks.
 
-    `values`, `settings`: by the target's name of a parameter; the first what is no tensor, by entry."""
+    `values`, `settings`: by the target's name of a parameter; the first what is no tensor, by entry. `whole`: the
+    targets that are whole on each rank, and of what kind they are in the source."""
 
     links: list[Link]
     targets: dict[str, Held]
     values: dict[str, dict[str, Any]]
     settings: dict[str, dict[str, Any]]
     problems: list[str]
+    whole: dict[str, Kind]
 
 
 def planned(
@@ -122,19 +142,15 @@ def planned(
     """`sources`, `targets`: the parameters; `state`: the source's tensors; `sides`: the texts of the source, and those
     of the target with the ranks that have them."""
     there, here = sides
-    made = State([], {}, {}, {}, [])
+    made = State([], {}, {}, {}, [], {})
     holders: dict[str, list[int]] = {}
-    for (_, _, known, _), ranks in here:
+    for (_, _, known, _), those in here:
         for name in known:
-            holders.setdefault(name, []).extend(ranks)
+            holders.setdefault(name, []).extend(those)
     if not holders or not any(known for _, _, known, _ in there):
         if holders or any(known for _, _, known, _ in there):
             made.problems.append("an optimizer on one side alone; pass (model, optimizer) for both, or for none")
         return made
-    entries: dict[str, dict[str, Held]] = {}
-    for key, held in state.items():
-        name, _, entry = key.partition(_MARK)
-        entries.setdefault(entry, {})[name] = held
     shapes = {name: targets[name].shape for name in holders if name in targets}
     plain_values = {key: value for values, *_ in there for key, value in values.items()}
     group_of = {name: settings for _, groups, *_ in there for known, settings in groups for name in known}
@@ -152,39 +168,32 @@ def planned(
         name, _, entry = key.partition(_MARK)
         for target in (target for target, source in first.items() if source == name):
             made.values.setdefault(target, {})[entry] = value
-    for entry, of_names in entries.items():
-        _link_entry(made, entry, of_names, sources, targets, holders, first, everything.links)
+    kinds = {key: Kind(*kind) for *_, known in there for key, kind in known.items()}
+    links: dict[str, list[Link]] = {}
+    for link in everything.links:
+        if link.target in holders:
+            links.setdefault(link.source, []).append(link)
+    parts: dict[object, Parts] = {}
+    for key, held in state.items():
+        source, _, entry = key.partition(_MARK)
+        shape = sources[source].shape
+        for link in links.get(source, ()):
+            target, goal = key_of(link.target, entry), targets[link.target]
+            if held.shape == shape and shape:
+                made.links.append(link._replace(source=key, target=target))
+                made.targets.setdefault(target, Held(goal.shape, held.dtype, goal.parts, target))
+            elif held.shape and (link.lifted or not link.lengths == shape == goal.shape):
+                made.problems.append(
+                    f"{source}: state {entry!r} of shape {held.shape}, not of the parameter's {shape}, so it cannot be "
+                    f"cut or joined as the parameter is for {link.target}"
+                )
+            elif first[link.target] == source and target not in made.targets:
+                at, ranks = (0,) * len(held.shape), tuple(sorted(set(holders[link.target])))
+                alike = parts.setdefault((held.shape, ranks), Parts([Portion(whole(held.shape), ranks)]))
+                made.links.append(Link(key, target, at, at, held.shape))
+                made.targets[target] = Held(held.shape, held.dtype, alike, target)
+                made.whole[target] = kinds[key]
     return made
-
-
-def _link_entry(
-    made: State,
-    entry: str,
-    held: Mapping[str, Held],
-    sources: Mapping[str, Held],
-    targets: Mapping[str, Held],
-    holders: Mapping[str, list[int]],
-    first: Mapping[str, str],
-    links: list[Link],
-) -> None:
-    """One entry of the state of all parameters that have it."""
-    for link in links:
-        if link.source not in held or link.target not in holders:
-            continue
-        there, key = held[link.source], key_of(link.target, entry)
-        if there.shape == sources[link.source].shape and there.shape:
-            made.links.append(link._replace(source=key_of(link.source, entry), target=key))
-            made.targets.setdefault(key, Held(targets[link.target].shape, there.dtype, targets[link.target].parts, key))
-        elif not there.shape:
-            if first[link.target] == link.source and key not in made.targets:
-                made.links.append(Link(key_of(link.source, entry), key, (), (), ()))
-                parts = Parts([Portion(Box((), ()), tuple(sorted(set(holders[link.target]))))])
-                made.targets[key] = Held((), there.dtype, parts, key)
-        else:
-            shape = sources[link.source].shape
-            made.problems.append(
-                f"{link.source}: state {entry!r} of shape {there.shape}, not of the parameter's {shape}"
-            )
 
 
 class Filled:
@@ -199,33 +208,53 @@ class Filled:
             name, _, entry = key.partition(_MARK)
             parameter = self._known.get(name)
             if parameter is not None:
-                self.tensors[key] = self._tensor(parameter, held, self._owner(parameter).state[parameter].get(entry))
+                self.tensors[key] = self._tensor(key, entry, parameter, held)
 
-    def _owner(self, parameter: nn.Parameter) -> Optimizer:
+    def _owner(self, parameter: nn.Parameter) -> tuple[Optimizer, dict[str, Any]]:
+        """The optimizer of `parameter`, and its group."""
         return next(
-            optimizer
+            (optimizer, group)
             for optimizer in self._optimizers
-            if any(parameter is one for group in optimizer.param_groups for one in group["params"])
+            for group in optimizer.param_groups
+            if any(parameter is one for one in group["params"])
         )
 
-    def _tensor(self, parameter: nn.Parameter, held: Held, known: Any) -> Tensor:
-        dtype = dtype_named(held.dtype)
+    def _tensor(self, key: str, entry: str, parameter: nn.Parameter, held: Held) -> Tensor:
+        optimizer, group = self._owner(parameter)
+        known, dtype, device = (
+            optimizer.state[parameter].get(entry),
+            dtype_named(held.dtype),
+            local_data(parameter).device,
+        )
         if isinstance(known, Tensor) and known.shape == torch.Size(held.shape) and known.dtype is dtype:
-            return known
-        if not held.shape:
-            return torch.zeros((), dtype=dtype)
-        local = torch.zeros_like(local_data(parameter), dtype=dtype)
-        return dtensor_like(parameter, local) if isinstance(parameter, DTensor) else local
+            shape = held.shape if key in self._state.whole else tuple(local_data(parameter).shape)
+            if local_data(known).shape == torch.Size(shape):
+                return known
+        if key not in self._state.whole:
+            local = torch.zeros_like(local_data(parameter), dtype=dtype)
+            return dtensor_like(parameter, local) if isinstance(parameter, DTensor) else local
+        kind = self._state.whole[key]
+        # Where the source had no choice, as torch's optimizers have it.
+        counts = entry == "step" and not (group.get("capturable") or group.get("fused"))
+        if kind.place == "host" or (kind.place == "" and counts):
+            device = torch.device("cpu")
+        local = torch.zeros(held.shape, dtype=dtype, device=device)
+        if not (kind.is_dtensor and isinstance(parameter, DTensor)):
+            return local
+        mesh = parameter.device_mesh
+        return DTensor.from_local(local, mesh, [Replicate()] * mesh.ndim, run_check=False)
 
     def commit(self) -> None:
-        """Everything has arrived: the optimizers have it."""
+        """Everything has arrived: the optimizers have it, and nothing else."""
+        arrived: dict[str, dict[str, Any]] = {name: dict(self._state.values.get(name, {})) for name in self._known}
         for key, tensor in self.tensors.items():
             name, _, entry = key.partition(_MARK)
-            parameter = self._known[name]
-            self._owner(parameter).state[parameter][entry] = tensor
-        for name, entries in self._state.values.items():
-            if name in self._known:
-                self._owner(self._known[name]).state[self._known[name]].update(entries)
+            arrived[name][entry] = tensor
+        for name, parameter in self._known.items():
+            state = self._owner(parameter)[0].state
+            state.pop(parameter, None)
+            if arrived[name]:
+                state[parameter] = arrived[name]
         name_of = {id(parameter): name for name, parameter in self._known.items()}
         for optimizer in self._optimizers:
             for group in optimizer.param_groups:

@@ -25,7 +25,7 @@ from ..observe.report import human
 from ..policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from ..policy.arguments import expect, expect_callable, expect_flag, expect_module, expect_optimizers
 from ..policy.casting import Chosen as CastFn
-from ..policy.casting import check_cast_inputs, keyword_names, matches_name
+from ..policy.casting import check_cast_inputs, check_known_names
 from ..program import BATCH_NORM, OwnDtype, modules_of
 from .activations import checkpoint_activations
 from .config import AUTO, DEFAULT, Override, ShardingConfig
@@ -348,20 +348,13 @@ def _check_cast_inputs(
     tree: Tree, arguments: Mapping[str, Mapping[str, Any]], modules: Mapping[str, Iterable[str]]
 ) -> None:
     """Raise `ValueError` for a name of `precision.cast_inputs` that is an argument of no unit's forward."""
-    known: dict[str, set[str]] = {}
-    for unit, given in arguments.items():
-        option = given["mp_policy"].cast_forward_inputs
+    options = {unit: given["mp_policy"].cast_forward_inputs for unit, given in arguments.items()}
+    for option in options.values():
         check_cast_inputs("precision.cast_inputs", option)
-        for name in () if isinstance(option, bool) or callable(option) else option:
-            found = known.setdefault(name, set())
-            for module in modules[unit]:
-                found.update(keyword_names(tree.modules[module].forward))
-    for name, found in known.items():
-        if not any(matches_name(name, argument) for argument in found):
-            raise ValueError(
-                f"precision.cast_inputs: expected names of arguments of forwards of units, found {name!r}, which none "
-                f"has; they have {', '.join(sorted(found)[:12])}"
-            )
+    check_known_names(
+        "precision.cast_inputs",
+        [(option, [tree.modules[name] for name in modules[unit]]) for unit, option in options.items()],
+    )
 
 
 def _kept(

@@ -5,10 +5,10 @@ from __future__ import annotations
 import fnmatch
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 # Of (name of the argument, tensor); None: all are cast.
 Chosen = Callable[[str, Tensor], bool]
@@ -38,6 +38,30 @@ def keyword_names(call: Callable[..., Any]) -> list[str]:
     except (TypeError, ValueError):
         return ["**"]
     return ["**" if parameter.kind is parameter.VAR_KEYWORD else parameter.name for parameter in parameters]
+
+
+def check_known_names(argument: str, units: Iterable[tuple[Any, Sequence[nn.Module]]]) -> None:
+    """Raise `ValueError` for a name that no unit with it has. `units`: of each the option, and its modules. A name is
+    that of an argument of `forward`, or of another method of the module's own class, which may be registered later."""
+    holders: dict[str, list[nn.Module]] = {}
+    for option, modules in units:
+        for name in () if isinstance(option, bool) or callable(option) else option:
+            holders.setdefault(name, []).extend(modules)
+    for name, modules in holders.items():
+        known = {known for module in modules for known in keyword_names(module.forward)}
+        if any(matches_name(name, one) for one in known):
+            continue
+        own = {known for module in modules for method in _own_methods(module) for known in keyword_names(method)}
+        if not any(matches_name(name, one) for one in own - {"**"}):
+            raise ValueError(
+                f"{argument}: expected names of arguments of forwards of units, found {name!r}, which none has; they "
+                f"have {', '.join(sorted(known)[:12])}"
+            )
+
+
+def _own_methods(module: nn.Module) -> list[Callable[..., Any]]:
+    classes = [cls for cls in type(module).__mro__ if not issubclass(nn.Module, cls)]
+    return [found for cls in classes for found in vars(cls).values() if inspect.isfunction(found)]
 
 
 def chosen(option: Any) -> Chosen | None:
