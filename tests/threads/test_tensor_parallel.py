@@ -215,6 +215,37 @@ def test_an_equal_axis_of_another_mesh() -> None:
     run_ranks(4, rank_main)
 
 
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")
+@pytest.mark.parametrize("own", [("half", "tp"), ("tp", "half")])
+@for_each_implementation
+def test_axes_of_two_meshes_over_the_same_ranks(impl: Implementation, own: tuple[str, str]) -> None:
+    """The data-parallel axis is of one `init_device_mesh`, the tensor-parallel one of another one, with other names.
+    Axes along the same ranks are refused."""
+    expected = train_plain(blocks(), 2, 3)
+
+    def rank_main(rank: int, impl: Implementation) -> None:
+        data = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "other"))
+        tensor = init_device_mesh("cpu", (2, 2), mesh_dim_names=own)
+        model = blocks()
+        plan_tp(model, tensor["tp"], sequence=False)
+        if own[0] == "tp":
+            with pytest.raises(RuntimeError, match="different axes of one mesh" if impl is FULLSHARD else None):
+                impl.fully_shard(model, mesh=data["dp"])
+            return
+        for block in list(model.children())[:-1]:
+            impl.fully_shard(block, mesh=data["dp"])
+        impl.fully_shard(model, mesh=data["dp"])
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        for step in range(3):
+            optimizer.zero_grad()
+            model(batch(step, rank // 2)).square().mean().backward()
+            optimizer.step()
+            for name, value in collect(model, optimizer).items():
+                tolerance.assert_close(value, expected[step][name], what=f"step {step} {name}")
+
+    run(rank_main, impl, world=4)
+
+
 def test_in_compute_the_parameter_is_what_it_was() -> None:
     def rank_main(rank: int) -> None:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))

@@ -156,8 +156,21 @@ class _Local(Tensor):
 
 
 def concatenated_mesh(parts: Sequence[DeviceMesh]) -> DeviceMesh:
-    """One mesh with the concatenated axes of `parts`, which must be different axes of one root mesh."""
+    """One mesh with the concatenated axes of `parts`, which must be different axes of meshes over the same ranks."""
     return parts[0] if len(parts) == 1 else DeviceMesh._concatenate(list(parts))
+
+
+def can_be_one_mesh(first: DeviceMesh, second: DeviceMesh) -> bool:
+    """Whether `concatenated_mesh` takes both: their root meshes, which need not be the same, are over the same ranks,
+    and no two axes are along the same ranks."""
+    roots = root_mesh(first), root_mesh(second)
+    if roots[0].device_type != roots[1].device_type or not torch.equal(*(r.mesh.flatten() for r in roots)):
+        return False
+    try:
+        concatenated_mesh([first, second])
+    except RuntimeError:
+        return False
+    return True
 
 
 def flattened_axes(mesh: DeviceMesh) -> DeviceMesh:

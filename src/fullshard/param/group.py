@@ -84,7 +84,7 @@ class ParamGroup:
                 f.slots,
                 ShardLayout(cut_shape(f), f.dim, placing.world),
                 sharded_spec(f, placing),
-                own_spec(f, placing.mesh),
+                own_spec(f),
                 class_of(f.parameter),
             )
             for f in found

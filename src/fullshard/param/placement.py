@@ -28,7 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from .._torch import concatenated_mesh, cut_dim, local_of, root_mesh, strided_shard
+from .._torch import can_be_one_mesh, concatenated_mesh, cut_dim, local_of, strided_shard
 from ..layout import contiguous_stride
 from ..policy import Offload
 from .swap import Found
@@ -121,28 +121,12 @@ class NormMesh:
         return None if noted is None else cast(NormMesh, noted).mesh
 
 
-def own_spec(found: Found, data: DeviceMesh) -> Spec | None:
-    """The spec of a parameter that is a DTensor before sharding; None for a plain one. `data`: the mesh over which it
-    will be sharded."""
+def own_spec(found: Found) -> Spec | None:
+    """The spec of a parameter that is a DTensor before sharding; None for a plain one."""
     parameter = found.parameter
     if not isinstance(parameter, DTensor):
         return None
-    mesh = _of_one_origin(parameter.device_mesh, data)
-    return Spec(mesh, tuple(parameter.placements), tuple(parameter.shape), parameter.stride())
-
-
-def _of_one_origin(own: DeviceMesh, data: DeviceMesh) -> DeviceMesh:
-    """`own`, or the equal axes of the mesh from which `data` was sliced.
-
-    DTensor caches what its operations return by the value of a mesh. So after a second `init_device_mesh` a parameter
-    may carry an equal mesh that was sliced from the first.
-    """
-    root, names = root_mesh(data), own.mesh_dim_names
-    if root_mesh(own) == root or not names or not set(names) <= set(root.mesh_dim_names or ()):
-        return own
-    inside = tuple(name for name in root.mesh_dim_names or () if name in names)
-    equal = root[inside]
-    return equal if equal == own else own
+    return Spec(parameter.device_mesh, tuple(parameter.placements), tuple(parameter.shape), parameter.stride())
 
 
 def cut_shape(found: Found) -> tuple[int, ...]:
@@ -153,7 +137,7 @@ def cut_shape(found: Found) -> tuple[int, ...]:
 
 def sharded_spec(found: Found, placing: Placing) -> Spec:
     """The spec of the sharded parameter made of `found`."""
-    own = own_spec(found, placing.mesh)
+    own = own_spec(found)
     shape = tuple(found.parameter.shape)
     if placing.full_mesh is not None:
         assert own is not None  # checked by `check_own_mesh`
@@ -184,7 +168,7 @@ def _shard(dim: int, right: Sequence[Placement], sizes: Sequence[int]) -> Placem
 
 def check_own_mesh(found: Found, mesh: DeviceMesh, full: FullMesh | None) -> None:
     """Reject a parameter whose own mesh and placements do not fit the data-parallel `mesh`; torch's exception types."""
-    own = own_spec(found, mesh)
+    own = own_spec(found)
     if full is not None:
         _check_on_full_mesh(found, own, full)
         return
@@ -204,8 +188,8 @@ def check_own_mesh(found: Found, mesh: DeviceMesh, full: FullMesh | None) -> Non
                 f"mesh['dp'] here"
             )
     shared = set(mesh.mesh_dim_names or ()) & set(own.mesh.mesh_dim_names or ())
-    if root_mesh(mesh) != root_mesh(own.mesh) or shared:
-        found_instead = f"the axes {sorted(shared)} in both" if shared else "meshes of different origin"
+    if shared or not can_be_one_mesh(mesh, own.mesh):
+        found_instead = f"the axes {sorted(shared)} in both" if shared else "meshes that no one mesh has as its axes"
         raise RuntimeError(
             f"{found.name}: expected the data-parallel mesh {mesh} and the mesh of this DTensor {own.mesh} to be "
             f"different axes of one mesh, found {found_instead}; make one mesh with init_device_mesh and slice it "
