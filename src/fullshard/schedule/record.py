@@ -308,8 +308,3 @@ def settle_pins(run: RunRecord, unit: UnitRecord, *, spent: bool, present: bool)
     return (
         bool(unit.pins.count) and unit.full is Full.FULL and unit.plan.reshard_after_backward and not unit.pins.running
     )
-
-
-def is_held(run: RunRecord, unit: UnitRecord) -> bool:
-    """Whether the weights of `unit` are read after the backward that runs."""
-    return run.keep_full or unit.pins.running or unit.pins.count > 0

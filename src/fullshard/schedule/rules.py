@@ -22,7 +22,7 @@ from .order import (
     settle,
     visit,
 )
-from .record import Full, Owed, Phase, Pins, RunRecord, Sending, UnitRecord, Use, is_held, pin, settle_pins
+from .record import Full, Owed, Phase, Pins, RunRecord, Sending, UnitRecord, Use, pin, settle_pins
 
 Commands = list[Command]
 # Instead of a rule, for commands that a call of the user's asked for.
@@ -61,12 +61,12 @@ def pre_forward(
         begin_forward(run, unit)
     unit.phase = Phase.FORWARD
     unit.pins.running = True
-    if not in_backward and not unit.pass_open:
-        begin_use(run, unit)
     if stale:
         # [R2] Full parameters, present or in flight, are stale once their shards changed.
         _throw_away(unit, commands, "R2")
     _make_full(unit, commands)
+    if not in_backward and not unit.pass_open:
+        begin_use(run, unit)
     # [R3] Prefetches are issued before the compute that hides them, in the order in which they will be needed.
     ahead = unit.plan.forward_prefetch if in_backward else next_in_forward(run, unit)
     _unshard_ahead(ahead, commands, "R3")
@@ -158,7 +158,8 @@ def pre_backward(
     """`use`: the forward whose backward begins, if known. `create_graph`: the backward records a graph, whose own
     backward will need the weights again. `needed`: a saved weight is about to be read."""
     run.in_backward = True
-    run.ending.active = run.ending.is_manual
+    if run.ending.active is None:
+        run.ending.active = run.ending.manual
     run.keep_full = run.keep_full or create_graph
     unit.in_backward = True
     commands: Commands = []
@@ -456,13 +457,18 @@ def _hand_over(run: RunRecord, unit: UnitRecord) -> Commands:
 
 
 def _reshard_after_backward(run: RunRecord, unit: UnitRecord, commands: Commands, rule: str = "R17") -> None:
-    if unit.full in _RESHARDED_FROM and unit.plan.reshard_after_backward and not is_held(run, unit):
+    if unit.full in _RESHARDED_FROM and unit.plan.reshard_after_backward and not _is_held(run, unit):
         if unit.plan.resident and not unit.plan.trainable:
             # [R35] Frozen weights stay valid for the next step; if something writes them, see R2.
             if unit.full is Full.FULL:
                 _shelve(unit, commands, "R35")
             return
         _reshard(unit, commands, rule)
+
+
+def _is_held(run: RunRecord, unit: UnitRecord) -> bool:
+    """Whether the weights of `unit` are read after the backward that runs."""
+    return run.keep_full or unit.pins.running or unit.pins.count > 0
 
 
 def _end_step(run: RunRecord, commands: Commands) -> None:
