@@ -206,9 +206,9 @@ def rounded(values: tuple[Any, ...]) -> tuple[Any, ...]:
 
 # ---- where -----------------------------------------------------------------------------------------------------------
 
-_HELD = "param.sharded:ParamGradients._commit_held"
-_WITH_HELD = "param.sharded:ParamGradients.sum_with_held"
-_COMMIT = "param.sharded:ParamGradients.commit"
+_HELD = "param.gradients:ParamGradients._commit_held"
+_WITH_HELD = "param.gradients:ParamGradients.sum_with_held"
+_COMMIT = "param.gradients:ParamGradients.commit"
 _SEND, _COMPLETE = "comm.gather:PlannedGather.send", "comm.gather:PlannedGather.complete"
 _ADVANCED, _COLLECT = "comm.reduce:StagedReduction._advanced", "comm.reduce:StagedReduction.collect"
 FINISHED = "comm.reduce:StagedReduction._finished"
@@ -287,8 +287,8 @@ PLANTED: dict[str, Planted] = {
         (
             change(
                 "engine.executor:Executor._reshard",
-                "    unit.show_shards()\n",
-                "    here.drift(unit)\n    unit.show_shards()\n",
+                "    self._shelve(unit)\n",
+                "    here.drift(unit)\n    self._shelve(unit)\n",
             ),
         ),
         _REPLICAS,

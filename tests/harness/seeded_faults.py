@@ -289,8 +289,8 @@ FAULTS: dict[str, SeededFault] = {
     ),
     "full parameters are freed before they are used": SeededFault(
         "engine.executor:Executor._wait",
-        "    unit.show_full()\n",
-        "    unit.show_full()\n    for group in unit.groups:\n        group.memory.release()\n",
+        "    self._expose(unit)\n",
+        "    self._expose(unit)\n    for group in unit.groups:\n        group.memory.release()\n",
     ),
     "full parameters of one unit are freed too early": SeededFault(
         "engine.executor:Executor._unshard",

@@ -40,6 +40,15 @@ post_accumulate_grad_hooks: Callable[[Tensor], dict[int, Callable[[Tensor], None
     "_post_accumulate_grad_hooks"
 )
 
+# Whether the backward running in this thread keeps its graph (`retain_graph`).
+keeps_graph: Callable[[], bool] = cast(Any, torch._C._autograd)._get_current_graph_task_keep_graph
+
+# Calls its argument when the backward running in this thread ends without an exception.
+queue_backward_callback: Callable[[Callable[[], None]], None] = Variable._execution_engine.queue_callback
+
+# The registry of `register_hook`; None or empty if there are no hooks.
+registered_hooks: Callable[[Tensor], dict[int, Callable[[Tensor], Any]] | None] = operator.attrgetter("_backward_hooks")
+
 
 def grad_dtype_of(parameter: Tensor) -> torch.dtype | Literal["unset", "any"]:
     """The `grad_dtype` that was set on a leaf: "any" for None. Before torch 2.15 one that is the tensor's own dtype
@@ -48,16 +57,6 @@ def grad_dtype_of(parameter: Tensor) -> torch.dtype | Literal["unset", "any"]:
     if not getattr(parameter, "_has_grad_dtype_override", found != parameter.dtype):
         return "unset"
     return "any" if found is None else found
-
-
-def keeps_graph() -> bool:
-    """Whether the backward running in this thread keeps its graph (`retain_graph`)."""
-    return bool(cast(Any, torch._C._autograd)._get_current_graph_task_keep_graph())
-
-
-def queue_backward_callback(callback: Callable[[], None]) -> None:
-    """Call `callback` when the backward running in this thread ends without an exception."""
-    Variable._execution_engine.queue_callback(callback)
 
 
 def gradient_versions(parameters: Sequence[Tensor]) -> tuple[int, int]:
@@ -94,16 +93,13 @@ no_torch_function = torch._C._disabled_torch_function_impl
 
 def tensor_hooks(parameter: Tensor) -> list[Callable[[Tensor], Any]]:
     """The hooks of `register_hook`, in order."""
-    hooks = cast(Any, parameter)._backward_hooks
+    hooks = registered_hooks(parameter)
     return list(hooks.values()) if hooks else []
 
 
 def with_tensor_hooks(parameters: Sequence[Tensor]) -> list[int]:
     """The positions of `parameters` with hooks of `register_hook`; no Python per item without."""
-    return [i for i, hooks in enumerate(map(_get_tensor_hooks, parameters)) if hooks]
-
-
-_get_tensor_hooks = operator.attrgetter("_backward_hooks")
+    return [i for i, hooks in enumerate(map(registered_hooks, parameters)) if hooks]
 
 
 def hand_over_hooks(old: Tensor, new: Tensor) -> None:

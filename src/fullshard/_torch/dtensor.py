@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -48,10 +49,11 @@ def sharded_parameter(
 # The local tensor of a DTensor itself, without a view or autograd. A C function: called for each parameter of a step.
 local_of = cast("Callable[[Tensor], Tensor]", operator.attrgetter("_local_tensor"))
 
+# The spec of a DTensor: one object for all that `dtensor_like` made of a parameter.
+spec_of = cast("Callable[[Tensor], Any]", operator.attrgetter("_spec"))
 
-def same_spec(a: Tensor, b: Tensor) -> bool:
-    """Whether two DTensors share the same spec object, like those of `dtensor_like`."""
-    return a._spec is b._spec  # type: ignore[attr-defined]
+# A DTensor of a local tensor and a spec in its dtype. A C function where torch's is one.
+dtensor_of = cast("Callable[[Tensor, Any], DTensor]", partial(DTensor.__new__, DTensor, requires_grad=False))
 
 
 def set_local(parameter: Tensor, local: Tensor) -> None:
@@ -61,16 +63,14 @@ def set_local(parameter: Tensor, local: Tensor) -> None:
 
 def take_spec(parameter: Tensor, other: Tensor) -> None:
     """Give the DTensor `parameter` the spec of `other`."""
-    cast(Any, parameter)._spec = cast(Any, other)._spec
+    cast(Any, parameter)._spec = spec_of(other)
 
 
 def dtensor_like(parameter: Tensor, local: Tensor) -> DTensor:
     """A DTensor with the spec of `parameter` and another local tensor: no checks, no communication, no copy."""
-    spec = cast(Any, parameter)._spec
-    if spec.tensor_meta.dtype is not local.dtype:
-        spec = _spec_in(spec, local.dtype)
+    spec = spec_of(parameter)
     # Not `DTensor(...)`: its `__init__` does nothing but costs a compiler wrapper on every call.
-    return DTensor.__new__(DTensor, local, spec, requires_grad=False)
+    return dtensor_of(local, spec if spec.tensor_meta.dtype is local.dtype else _spec_in(spec, local.dtype))
 
 
 def _spec_in(spec: DTensorSpec, dtype: torch.dtype) -> DTensorSpec:
@@ -90,7 +90,7 @@ def dtensor_without_data(cls: type[DTensor], like: Tensor, dtype: torch.dtype) -
     """An instance of the DTensor subclass `cls` with the spec of `like` in `dtype`, and a dummy local tensor.
     Operations on it go to the `__torch_dispatch__` of `cls`."""
     local = torch.empty((), dtype=dtype, device=like.device).expand(local_of(like).shape)
-    spec = cast(Any, like)._spec
+    spec = spec_of(like)
     if spec.tensor_meta.dtype is not dtype:
         spec = _spec_in(spec, dtype)
     asked = _subclasses_are_asked(spec, local)

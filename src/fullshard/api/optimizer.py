@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from .._torch import dtensor_like, local_of, same_spec
+from .._torch import dtensor_like, local_of, spec_of
 from .._torch.modules import outside_graphs, remains_a_method
 from ..engine.foreign_steps import ON_SHARDS
 from ..param import PendingGrad, SteppedGrad
@@ -270,6 +270,6 @@ def _local_gradient(parameter: DTensor, *, may_be_stepped: bool) -> Tensor | Non
             f"expected a DTensor on the .grad of a sharded parameter of shape {tuple(parameter.shape)}, found "
             f"{type(gradient).__name__}; leave .grad as backward made it, or assign a DTensor with its placements"
         )
-    if not same_spec(gradient, parameter) and gradient.placements != parameter.placements:
+    if spec_of(gradient) is not spec_of(parameter) and gradient.placements != parameter.placements:
         gradient = gradient.redistribute(parameter.device_mesh, parameter.placements)
     return local_of(gradient)

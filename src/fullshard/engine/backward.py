@@ -173,9 +173,9 @@ class SavedTensorHooks:
                 self._owner[key] = unit
 
     def begin(self, unit: Unit) -> bool:
-        """A forward of `unit` with gradients begins. Returns whether `end` must be called after it."""
-        unit.reads.is_on = False
-        if unit.reads.left <= 0 or not saved_tensor_hooks_allowed():
+        """A forward of `unit` with gradients begins, and some more forwards are to be watched. Returns whether `end`
+        must be called after it."""
+        if not saved_tensor_hooks_allowed():
             return False
         if not (unit.reads.is_irregular or self._always):
             unit.reads.left -= 1

@@ -136,7 +136,7 @@ class SecondaryShards:
         """Keep this rank's part of the full parameters and free the rest."""
         for group, part in zip(self._groups, self.parts, strict=True):
             if part is None:
-                group.show_shards()
+                group.swap.show_shards()
             else:
                 part.keep()
                 part.show()

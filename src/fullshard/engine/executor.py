@@ -15,7 +15,7 @@ from typing import Protocol
 from torch import Tensor
 from torch.profiler import record_function
 
-from .._torch import post_accumulate_grad_hooks, profiling, with_tensor_hooks
+from .._torch import post_accumulate_grad_hooks, profiling, registered_hooks, with_tensor_hooks
 from ..comm import HostCopy
 from ..param import ParamGroup, ShardedParam
 from ..schedule import Command, CommandChecker
@@ -283,12 +283,12 @@ class Executor:
             self.stepping.refuse_weights(unit)
         for channel in unit.channels.arriving:
             channel.complete()
-        unit.show_full()
+        self._expose(unit)
         if unit.channels.secondary.kept:
             unit.channels.secondary.release()
 
     def _reshard(self, unit: Unit) -> None:
-        unit.show_shards()
+        self._shelve(unit)
         for group in unit.groups:
             group.memory.release()
         if unit.channels.secondary.kept:
@@ -302,10 +302,20 @@ class Executor:
                 unit.channels.secondary.release()
 
     def _shelve(self, unit: Unit) -> None:
-        unit.show_shards()
+        for group in unit.groups:
+            group.swap.show_shards()
+        if unit.channels.secondary.kept:
+            unit.channels.secondary.show_shards()
 
     def _expose(self, unit: Unit) -> None:
-        unit.show_full()
+        # With the `requires_grad` of the sharded ones.
+        changed = not unit.gradients.is_known
+        for group in unit.groups:
+            changed |= group.show_full()
+        if changed:
+            unit.gradients.learn()
+            assert unit.root is not None
+            unit.root.repaired(unit)
 
     def _reshard_secondary(self, unit: Unit) -> None:
         unit.channels.secondary.keep()
@@ -478,10 +488,11 @@ class Executor:
                     touched.append((unit, position, group.params[i]))
                     shards.append(group.params[i].sharded)
         # Before any gradient is committed: if a hook raises, the step leaves no trace.
-        for i in with_tensor_hooks(shards):
-            unit, position, param = touched[i]
-            if param.gradients.run_tensor_hooks():
-                self._companion.did("hook", unit, position, param.name)
+        if any(map(registered_hooks, shards)):
+            for i in with_tensor_hooks(shards):
+                unit, position, param = touched[i]
+                if param.gradients.run_tensor_hooks():
+                    self._companion.did("hook", unit, position, param.name)
         # Most models have none.
         hooked = any(map(post_accumulate_grad_hooks, shards))
         undo = TakenBack(self.units, [param for _, _, param in touched]) if hooked else None

@@ -44,6 +44,12 @@ class Stepper(Protocol):
         ...
 
 
+# Of a unit's gradients and a parameter, its name and its bit, and the full parameter. Hooks hold the first two weakly:
+# the garbage collector cannot see that a tensor holds its hooks, so a strong reference would be a cycle that leaks the
+# model.
+AccumulationHook = Callable[["weakref.ref[UnitGradients]", "weakref.ref[ShardedParam]", str, int, Tensor], None]
+
+
 class UnitGradients:
     """One bit for each trainable parameter of a unit. `groups`: the unit's own list."""
 
@@ -56,6 +62,8 @@ class UnitGradients:
         self.came = (-1, 0)
         # Called with a parameter and its bit whenever its gradient arrives.
         self.on_arrival: Callable[[ShardedParam, int], None] | None = None
+        # The hook of a full parameter, which calls `on_arrival` (hooks.py).
+        self.on_accumulated: AccumulationHook | None = None
         # The optimizer-in-backward, if any.
         self.stepper: Stepper | None = None
         # A backward left unreduced gradients, on every rank: the next message is in the reduce dtype.
@@ -86,7 +94,10 @@ class UnitGradients:
             group.trainable = tuple(i for i, p in enumerate(group.params) if p.full.requires_grad)
             frozen = frozen or len(group.trainable) < len(group.params)
             for i in group.trainable:
-                self._hooks.append(_hook(self, group.params[i], 1 << bit))
+                param = group.params[i]
+                assert self.on_accumulated is not None
+                hook = partial(self.on_accumulated, weakref.ref(self), weakref.ref(param), param.name, 1 << bit)
+                self._hooks.append(param.full.register_post_accumulate_grad_hook(hook))
                 bit += 1
         self.expected = (1 << bit) - 1
         self._largest_missing.clear()
@@ -141,37 +152,13 @@ class UnitGradients:
         return any(param.gradients.live_held() is not None for group in self._groups for param in group.params)
 
 
-def _hook(gradients: UnitGradients, param: ShardedParam, bit: int) -> RemovableHandle:
-    """Call `gradients.on_arrival` whenever a backward accumulates the gradient of the full parameter of `param`."""
-    wrapped = _outside_graphs(_arrived)
-    hook = partial(wrapped, weakref.ref(gradients), weakref.ref(param), param.name, bit)
-    handle: RemovableHandle = param.full.register_post_accumulate_grad_hook(hook)
-    return handle
-
-
 def _withdrawing_hook(param: ShardedParam) -> RemovableHandle:
     """Take the held gradient off the full parameter of `param` just before autograd would add to it in place."""
     handle: RemovableHandle = param.full.register_hook(partial(_outside_graphs(_arrives), weakref.ref(param)))
     return handle
 
 
-# Hooks hold their unit and their parameter weakly. The garbage collector cannot see that a tensor holds its hooks, so a
-# strong reference would be a cycle that leaks the model.
-_ToGradients = weakref.ref[UnitGradients]
-_ToParam = weakref.ref[ShardedParam]
-
-
-def _arrived(its_unit: _ToGradients, itself: _ToParam, name: str, bit: int, _full: Tensor) -> None:
-    here, reached = its_unit(), itself()
-    if here is None or reached is None or here.on_arrival is None:
-        raise RuntimeError(
-            f"{name}: expected the module that computed this to exist during its backward, found that it is gone; "
-            f"keep the model until its backwards are over"
-        )
-    here.on_arrival(reached, bit)
-
-
-def _arrives(itself: _ToParam, _gradient: Tensor) -> None:
+def _arrives(itself: weakref.ref[ShardedParam], _gradient: Tensor) -> None:
     reached = itself()
     if reached is not None and reached.gradients.shown is not None:
         reached.gradients.live_held()  # what the user did with it counts

@@ -4,7 +4,7 @@
     module hook        (last)   -> post_forward; hooks put on the nodes of outputs that require a gradient
     output's node, before it runs in backward -> pre_backward
     input tensor, when its gradient is complete -> inputs_reached
-    full parameter, when its gradient is accumulated (gradients.py) -> grads_ready
+    full parameter, when its gradient is accumulated -> grads_ready, once all of the unit are
 
 Output hooks are on the autograd *node*, which stays in the graph after an in-place edit of the output. Input hooks are
 on the *tensor*: they run before the hooks of its node, so the end of this unit's backward is reported before the
@@ -14,6 +14,7 @@ backward of the unit that produced the input begins.
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -25,10 +26,12 @@ from torch.utils.hooks import RemovableHandle
 
 from .._torch import current_backward, saved_tensor_hooks_allowed
 from .._torch.modules import call, outside_graphs, runs_last
+from ..param import ShardedParam
 from ..policy.casting import chosen
 from ..schedule import Use
 from .arguments import Arguments, cast_outputs, tensors_requiring_grad
 from .full_params import opened_of
+from .gradients import UnitGradients
 from .mixed_operations import note_shards_read
 from .root import Root, formed, module_units, root_of
 from .seal import State
@@ -81,6 +84,7 @@ class UnitHooks:
         self._after = after = outside_graphs(self._forward_ends)
         self._on_outputs = outside_graphs(_outputs_needed)
         self._on_input = outside_graphs(_InputsReached.one)
+        unit.gradients.on_accumulated = outside_graphs(_accumulated)
         for module in unit.modules:
             module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
             # always_call: a forward that raises must pop the saved-tensor hooks it pushed.
@@ -169,10 +173,11 @@ class UnitHooks:
         watched = False
         inputs: Sequence[_InputHook] = ()
         if own_use and torch.is_grad_enabled():
+            unit.reads.is_on = False
             # Inputs of a nested forward come from inside the unit or from the outer forward: their gradients do not
             # mark the end of the unit's backward.
             inputs = () if nested else self._hook_inputs(root, args, kwargs)
-            watched = root.reads.begin(unit)
+            watched = unit.reads.left > 0 and root.reads.begin(unit)
         before = None
         if own_use and not nested:
             before = unit.seal.before_forward(sums=self._first or root.options.check)
@@ -291,6 +296,19 @@ class UnitHooks:
                 node.register_prehook(partial(self._on_outputs, waiting))
             # Not the hooks themselves: they reference the node, a cycle that the garbage collector cannot see.
             waiting.append((self._unit, use, returned))
+
+
+def _accumulated(
+    of: weakref.ref[UnitGradients], which: weakref.ref[ShardedParam], name: str, bit: int, _full: Tensor
+) -> None:
+    """A backward accumulated the gradient of the full parameter of `which`, whose name and bit they are."""
+    gradients, param = of(), which()
+    if gradients is None or param is None or gradients.on_arrival is None:
+        raise RuntimeError(
+            f"{name}: expected the module that computed this to exist during its backward, found that it is gone; "
+            f"keep the model until its backwards are over"
+        )
+    gradients.on_arrival(param, bit)
 
 
 class _InputHook(NamedTuple):

@@ -227,7 +227,7 @@ class Unit:
         self.channels = UnitChannels(self.groups, device, self.host_link, communication)
         self.gradients = UnitGradients(self.groups, self.record)
         self.seal = Seal(self.groups, self.record, self.channels)
-        self.reads = Reads()
+        self.reads = Reads() if self.groups else Reads(left=0)
         # Some parameters may be uninitialised (engine/uninitialized.py); checked in the next forward.
         self.unproven = any(group.has_uninitialized for group in self.groups)
         follow_steps()
@@ -405,22 +405,3 @@ class Unit:
         self.groups[:] = [group for groups in made for group in groups]
         if self.settings.keeps_storage:
             self.keep_storage(True)
-
-    # ---- parameters on the modules -------------------------------------------------------------------------
-
-    def show_full(self) -> None:
-        """Put the full parameters on the modules, with the `requires_grad` of the sharded ones."""
-        changed = not self.gradients.is_known
-        for group in self.groups:
-            changed |= group.show_full()
-        if changed:
-            self.gradients.learn()
-            if self.root is not None:
-                self.root.repaired(self)
-
-    def show_shards(self) -> None:
-        """Put the sharded parameters on the modules."""
-        for group in self.groups:
-            group.show_shards()
-        if self.channels.secondary.kept:
-            self.channels.secondary.show_shards()

@@ -1,6 +1,6 @@
 """The tensors of parameters: shards, full parameters, gradients, and which of them is on the modules.
 
-`sharded` (one parameter; gradients that are pending or kept for a rollback), `owner` (whose a parameter is),
+`sharded` (one parameter and its owner), `gradients` (on their way), `pending` (what stands for those not reduced yet),
 `group` (parameters that travel together), `placement` (meshes and DTensor specs), `swap` (module slots, and the memory
 of full parameters), `initial` (values and digests that ranks compare; memory that nobody has written yet), `extension`
 (tensors with their own all-gather), `held` (where the parts of any tensor are).
@@ -34,6 +34,8 @@ from .initial import note_initial as note_initial
 from .initial import note_loaded as note_loaded
 from .initial import poison as poison
 from .initial import written_before as written_before
+from .pending import PendingGrad as PendingGrad
+from .pending import SteppedGrad as SteppedGrad
 from .placement import FullMesh as FullMesh
 from .placement import NormMesh as NormMesh
 from .placement import Placing as Placing
@@ -43,9 +45,7 @@ from .placement import local_part as local_part
 from .sharded import KeptGradients as KeptGradients
 from .sharded import KeptTensor as KeptTensor
 from .sharded import Owner as Owner
-from .sharded import PendingGrad as PendingGrad
 from .sharded import ShardedParam as ShardedParam
-from .sharded import SteppedGrad as SteppedGrad
 from .sharded import claim as claim
 from .sharded import full_of as full_of
 from .sharded import holds_bits as holds_bits

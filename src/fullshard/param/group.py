@@ -427,10 +427,6 @@ class ParamGroup:
         self.swap.put(self.swap.fulls)
         return changed
 
-    def show_shards(self) -> None:
-        """Put the sharded parameters back in place of our full ones; parameters that users put there are kept."""
-        self.swap.replace(self.swap.fulls, self.swap.shards)
-
     def lend(self, parameters: Sequence[nn.Parameter]) -> None:
         """Put `parameters`, one for each of `params`, on the modules, until `take_back`."""
         self.swap.put(self.swap.spread(parameters))
@@ -524,7 +520,7 @@ class SecondaryGroup:
 
     def show_shards(self) -> None:
         """Put the sharded parameters back in place of the kept parts."""
-        self._group.swap.replace(self._slot_params, self._group.swap.shards)
+        self._group.swap.show_shards(self._slot_params)
 
     def is_whole(self) -> bool:
         """Whether users hold our memory (`ParamGroup.look`), and kept parts or shards are on the modules."""

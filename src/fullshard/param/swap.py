@@ -149,11 +149,13 @@ class Swap:
         for (registry, name), parameter in zip(self._places, parameters, strict=True):
             registry[name] = parameter
 
-    def replace(self, old: Sequence[nn.Parameter], new: Sequence[nn.Parameter]) -> None:
-        """Put `new` in place of `old`, one of each per slot; parameters that others put there are kept."""
-        for (registry, name), before, after in zip(self._places, old, new, strict=True):
-            if registry.get(name) is before:
-                registry[name] = after
+    def show_shards(self, shown: Sequence[nn.Parameter] | None = None) -> None:
+        """Put the sharded parameters back in place of the full ones, or of `shown`, one per slot; parameters that users
+        put there are kept."""
+        before = self.fulls if shown is None else shown
+        for (registry, name), old, shard in zip(self._places, before, self.shards, strict=True):
+            if registry.get(name) is old:
+                registry[name] = shard
 
 
 class Found(NamedTuple):
