@@ -17,8 +17,9 @@ from torch.distributed.tensor import Shard
 
 from fullshard import fully_shard
 from fullshard.agree import structure
-from fullshard.agree.ledger import Statement, first_difference
-from fullshard.agree.structure import Agreement, Drift, describe, differing, digests_of, find_drift, meshes_of
+from fullshard.agree.differences import first_difference
+from fullshard.agree.ledger import Statement
+from fullshard.agree.structure import Drift, describe, differing, digests_of, find_drift, meshes_of
 from fullshard.engine import unit_of
 from fullshard.engine.root import root_of
 from fullshard.peers import RanksDisagree
@@ -161,54 +162,54 @@ def test_drift_is_looked_for_in_replicas_too(monkeypatch: pytest.MonkeyPatch) ->
 
 class Peers:
     def __init__(self) -> None:
-        self.met = 0
+        self.met = self.disagreed = 0
 
     def meet(self) -> None:
         self.met += 1
 
+    def disagree_on(self, scope: object, error: RanksDisagree) -> None:
+        self.disagreed += 1
+
 
 @pytest.fixture
-def made() -> Any:
-    """The comparisons of a root of one unit on one mesh, whose buffers are `a` and `mask`."""
+def root(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A root of one unit on one mesh, whose buffers are `a` and `mask`."""
     module = nn.Module()
     module.register_buffer("a", torch.zeros(1))
     module.register_buffer("mask", torch.zeros(1, dtype=torch.bool))
     unit = SimpleNamespace(module=module, params=[SimpleNamespace(initial=7)], groups=[])
-    root: Any = SimpleNamespace(units=[unit])
-    found: Any = Agreement(root, Peers(), "full")  # type: ignore[arg-type]
-    scope = SimpleNamespace(epoch=0)
-    found.on = structure._OnMesh(None, (0, 1), scope)  # type: ignore[arg-type]
-    return found
+    scope = SimpleNamespace(failures=SimpleNamespace(has_raised=False))
+    monkeypatch.setattr(structure, "buffers_on", lambda top, ranks: dict(top.named_buffers()))
+    monkeypatch.setattr(structure, "_refuse_other_values", lambda root, on: None)
+    monkeypatch.setattr(structure, "meshes_of", lambda units: {(0, 1): None})
+    monkeypatch.setattr(structure, "scope_of", lambda ranks: scope)
+    return SimpleNamespace(units=[unit])
 
 
-def test_what_was_noted_of_initial_values_goes_after_their_comparison(made: Any) -> None:
-    made._values = True
-    made.forward_begins(trains=True)
-    assert made._root.units[0].params[0].initial is None and not made._values
+def test_what_was_noted_of_initial_values_goes_after_their_comparison(
+    root: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(structure, "differing", lambda scope, kind, tensors: [])
+    assert structure.refuse_other_values(root, Peers()) == set()  # type: ignore[arg-type]
+    assert root.units[0].params[0].initial is None
 
 
 def test_buffers_of_numbers_are_refused_and_masks_are_warned_of_once(
-    made: Any, monkeypatch: pytest.MonkeyPatch
+    root: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    peers: Any = Peers()
     found = [Drift("mask", "buffer", ((0,), (1,)))]
-    monkeypatch.setattr(made, "_differing_buffers", lambda on: found)
-    monkeypatch.setattr(structure, "buffers_on", lambda top, ranks: dict(top.named_buffers()))
-    made._looks = [structure._Looks(made.on)]
+    monkeypatch.setattr(structure, "differing", lambda scope, kind, tensors: found)
     with pytest.warns(UserWarning, match="buffers differ between ranks from the beginning: mask"):
-        made._refuse_other_buffers(made._root, made.on)
-    assert not made._looks, "it is said once"
+        assert structure.refuse_other_values(root, peers) == {(0, 1)}, "where it is said once"
     found.append(Drift("a", "buffer", ((0,), (1,))))
     with pytest.raises(RanksDisagree, match=r"^a \(rank 0 unlike rank 1\): expected the same values of a buffer"):
-        made._refuse_other_buffers(made._root, made.on)
+        structure.refuse_other_values(root, peers)
+    assert peers.disagreed == 1, "ranks of another mesh would wait"
 
 
-def test_looks_at_buffers_begin_anew_after_a_failure(made: Any) -> None:
-    looks = structure._Looks(made.on)
-    assert [count for count in range(1, 20) if looks.is_due()] == [2, 16]
-    made.on.scope.epoch = 1
-    assert [count for count in range(1, 20) if looks.is_due()] == [2, 16]
-
-
-def test_ranks_meet_before_they_compare_a_structure(made: Any) -> None:
-    made.refuse_other_structure()
-    assert made._peers.met == 1
+def test_ranks_meet_before_they_compare_a_structure(root: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    peers: Any = Peers()
+    monkeypatch.setattr(structure, "_refuse_other_structure", lambda mode, root, on: None)
+    structure.refuse_other_structure(root, peers, "full")
+    assert peers.met == 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fullshard.comm import Comparison, Digits
+from fullshard.comm import Comparison
 from tests.gpu.conftest import without_waits
 
 OWN, OTHER = 0x0123_4567_89AB_CDEE, 0x0123_4567_89AB_CDEC
@@ -16,8 +16,8 @@ OWN, OTHER = 0x0123_4567_89AB_CDEE, 0x0123_4567_89AB_CDEC
 def test_rows_are_compared_on_the_device(dtype: torch.dtype, differ: bool, device: torch.device) -> None:
     sent = [torch.zeros(3, 8, dtype=dtype, device=device) for _ in range(2)]
     for rows, digest in zip(sent, (OWN, OTHER if differ else OWN), strict=True):
-        Comparison(Digits(digest, device)).write(rows)
-    comparison = Comparison(Digits(OWN, device))
+        Comparison(digest, device, 0, {}).write(rows)
+    comparison = Comparison(OWN, device, 0, {})
     torch.accelerator.synchronize(device)
     with without_waits(device):
         comparison.met(torch.stack([sent[0][0], sent[1][0]]))

@@ -330,10 +330,9 @@ FAULTS: dict[str, SeededFault] = {
         _ALONE,
     ),
     "the digest is overwritten while it is sent": SeededFault(
-        "comm.comparison:Comparison.ask_sharers",
-        "    self._work = shard",
-        "    work = shard.all_reduce(self._extremes, dist.ReduceOp.MAX)\n    self._extremes.add_(0)\n"
-        "    self._work = work or shard",
+        "comm.comparison:Comparison._ask",
+        "    self._work = group",
+        "    work = group.all_reduce(values, dist.ReduceOp.MAX)\n    values.add_(0)\n    self._work = work or group",
     ),
     "sums are changed while replicas add them": SeededFault(
         f"{_SUM}._advanced",

@@ -6,16 +6,8 @@ import itertools
 
 import pytest
 
-from fullshard.agree.ledger import (
-    ADVICE,
-    Fact,
-    Ledger,
-    Statement,
-    called,
-    differences,
-    digest_of,
-    first_unlike,
-)
+from fullshard.agree.differences import ADVICE, differences, first_unlike
+from fullshard.agree.ledger import Fact, Ledger, Statement, called, digest_of
 
 LR = Fact("optimizer", "lr of the optimizer", "0.1")
 CLIP = called("clip_grad_norm_", [Fact("clip", "max_norm of clip_grad_norm_", "1.0")])

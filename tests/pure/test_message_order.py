@@ -9,10 +9,11 @@ import pytest
 import torch
 from torch import nn
 
-from fullshard.agree import order as room
-from fullshard.agree.actions import Action, Order
-from fullshard.agree.optimizer_facts import changes_parameters
-from fullshard.agree.order import _compare, _Lane, _ScopeOrder
+from fullshard.agree import calls, mesh_ledger, order
+from fullshard.agree.calls import changes_parameters
+from fullshard.agree.ledger import Action, Order, Program, Question
+from fullshard.agree.mesh_ledger import MessageOrder, sizes_of
+from fullshard.agree.order import compare_action
 from fullshard.peers import RanksDisagree
 from fullshard.peers.failures import Failures
 
@@ -37,16 +38,16 @@ class Scope:
 @pytest.fixture
 def scope(monkeypatch: pytest.MonkeyPatch) -> Any:
     made = Scope()
-    monkeypatch.setattr(room, "alike", lambda scope, text: scope.compared.append(text) is None)
-    monkeypatch.setattr(room, "_is_native", lambda unit: False)
+    monkeypatch.setattr(order, "alike", lambda scope, text: scope.compared.append(text) is None)
+    monkeypatch.setattr(mesh_ledger, "_is_native", lambda unit: False)
     return made
 
 
 # ---- flags -----------------------------------------------------------------------------------------------------------
 
 
-def test_what_a_program_does_is_told_once(scope: Any) -> None:
-    shared = _ScopeOrder(scope)
+def test_what_a_program_does_is_flagged_once() -> None:
+    shared = Program(0)
     shared.stepped, shared.begun = 2, True
     assert shared.flags("0-1") == ("stepped", "stepped", "train")
     assert shared.flags("0-1") == ()
@@ -66,14 +67,19 @@ def test_what_a_program_does_is_told_once(scope: Any) -> None:
     assert found[0] == () and found[-1] == ("train",)
 
 
-def test_changes_of_what_gradients_are_added_to_are_told(scope: Any) -> None:
-    shared = _ScopeOrder(scope)
-    told = [shared.grad_flag(added) for added in (False, True, True, False, False)]
-    assert told == [(), ("added",), (), ("cleared",), ()]
+def test_changes_of_what_gradients_are_added_to_are_flagged(scope: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    unit: Any = Unit("root")
+    messages = MessageOrder(scope, unit, {unit: []})
+    found = []
+    for added in (False, True, True, False, False):
+        monkeypatch.setattr(messages, "_is_added", lambda unit, added=added: added)
+        messages.sends("reduce", 0, "root", "float32*8", (), unit)
+        found.append(tuple(str(scope.compared[-1]).split()[5:]))
+    assert found == [(), ("added",), (), ("cleared",), ()]
 
 
-def test_after_a_failure_all_ranks_are_at_one_place_again(scope: Any) -> None:
-    shared, before = _ScopeOrder(scope), Order()
+def test_after_a_failure_all_ranks_are_at_one_place_again() -> None:
+    shared, before = Program(0), Order()
     shared.order = before
     shared.stepped, shared.begun, shared.forwards, shared.added = 3, True, 9, True
     shared.trained.add("0-1")
@@ -109,10 +115,10 @@ def known(*actions: Action) -> Order:
 
 def test_where_no_rank_knows_an_order_a_small_message_compares(scope: Any) -> None:
     order = Order()
-    _compare(scope, order, GATHER)
+    compare_action(scope, order, GATHER)
     assert scope.compared and not scope.questions and order.place == 1 and scope.doing == "a step"
     # A program that counts its messages has none more.
-    _compare(scope, order, GATHER, in_band=False)
+    compare_action(scope, order, GATHER, in_band=False)
     assert len(scope.compared) == len(scope.questions) == 1 and scope.doing == "a step"
 
 
@@ -120,19 +126,19 @@ def test_who_leaves_a_known_order_asks_through_the_store(scope: Any) -> None:
     """The others may wait for the message that was expected."""
     order = known(GATHER)
     scope.answers = {
-        0: str(order.question(GATHER._replace(unit=2))),
-        1: f"{order.place + 1}: {GATHER}; expected: {GATHER}",
+        0: order.question(GATHER._replace(unit=2)).text,
+        1: Question(order.place + 1, GATHER, GATHER).text,
     }
     later: list[object] = []
     with pytest.raises(RanksDisagree):
-        _compare(scope, order, GATHER._replace(unit=2), later=lambda *args: later.append(args))
+        compare_action(scope, order, GATHER._replace(unit=2), later=lambda *args: later.append(args))
     assert len(scope.questions) == 1 and not scope.compared and not later
     assert scope.failures.must_meet and scope.doing == "a step"
 
 
 def test_on_a_device_what_no_rank_knows_is_compared_later(scope: Any) -> None:
     order, later = Order(), list[Any]()
-    _compare(scope, order, GATHER, later=lambda scope, place, action: later.append((place, action)))
+    compare_action(scope, order, GATHER, later=lambda place, action: later.append((place, action)))
     assert later == [(0, GATHER)] and order.place == 1 and not scope.questions and not scope.compared
 
 
@@ -147,11 +153,11 @@ def test_what_is_in_doubt_is_compared_by_a_small_message_or_only_where_a_rank_le
         assert order.expected() is None and order.expected(doubts=False) == GATHER._replace(unit=2)
         return order
 
-    _compare(scope, doubtful(), GATHER)
+    compare_action(scope, doubtful(), GATHER)
     assert len(scope.compared) == 1 and not scope.questions
     later: list[object] = []
     for way in ({"in_band": False}, {"later": lambda *args: later.append(args)}):
-        _compare(scope, doubtful(), GATHER, **way)  # type: ignore[arg-type]
+        compare_action(scope, doubtful(), GATHER, **way)  # type: ignore[arg-type]
     assert len(scope.compared) == 1 and len(scope.questions) == 2 and not later
 
 
@@ -168,29 +174,30 @@ class Unit:
 def test_roots_are_named_by_what_all_ranks_compared_and_never_taken_for_each_other(
     scope: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(room, "_sizes", lambda unit, positions, kind, keep=False: "float32*8")
+    monkeypatch.setattr(mesh_ledger, "sizes_of", lambda unit, positions, kind, keep=False: "float32*8")
     scope.asked = 3
     units: list[Any] = [Unit("root"), Unit("root")]
-    lanes = [_Lane(scope, unit, {unit: []}) for unit in units]
-    for lane in lanes:
-        lane.name_root()
+    orders = [MessageOrder(scope, unit, {unit: []}) for unit in units]
+    for messages in orders:
+        messages.name_root()
         scope.asked += 1
     for epoch in range(2):  # and keep their names after a failure
         scope.epoch = epoch
         scope.compared.clear()
-        for lane, unit in zip(lanes, units, strict=True):
-            lane.before(unit, "unshard")
+        for messages, unit in zip(orders, units, strict=True):
+            messages.before(unit, "unshard")
         assert [text.split()[2] for text in scope.compared] == ["0-3.1", "0-4.1"]
 
 
 def test_sizes_are_those_of_what_is_sent_now(scope: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     counted = iter(range(100))
-    monkeypatch.setattr(room, "_sizes", lambda unit, positions, kind, keep=False: f"float32*{next(counted)}")
+    monkeypatch.setattr(mesh_ledger, "sizes_of", lambda unit, positions, kind, keep=False: f"float32*{next(counted)}")
     unit: Any = Unit("root")
-    lane = _Lane(scope, unit, {unit: []})
+    messages = MessageOrder(scope, unit, {unit: []})
 
-    def sent(*layout: object) -> str:
-        lane.before(unit, "reduce", (), layout)
+    def sent(*trainable: object) -> str:
+        unit.groups = [SimpleNamespace(trainable=one) for one in trainable]
+        messages.before(unit, "reduce")
         return str(scope.compared[-1]).split()[4]
 
     first = sent((0, 1))
@@ -207,10 +214,10 @@ def test_another_dtype_on_the_wire_is_another_message() -> None:
         group = SimpleNamespace(trainable=(0,), params=[None], pack=pack, precision=precision)
         links = SimpleNamespace(replicate=None, shard=SimpleNamespace(world=2), block=None)
         unit: Any = SimpleNamespace(groups=[group], links=[links])
-        return room._sizes(unit, [0], "reduce")
+        return sizes_of(unit, [0], "reduce")
 
     with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(room, "_way", lambda unit, links: "")
+        monkeypatch.setattr(mesh_ledger, "_way", lambda unit, links: "")
         assert described(torch.float32) == "float32*8" and described(torch.bfloat16) == "bfloat16*8"
 
 
@@ -220,23 +227,21 @@ def test_a_step_of_another_thread_is_none_of_the_model_s(monkeypatch: pytest.Mon
 
     noted: list[Any] = []
     scope: Any = Scope()
-    scope.watch = None
-    monkeypatch.setattr(room, "is_current", lambda watch: True)
-    monkeypatch.setattr(room, "note_stepped", lambda scope, thread: noted.append(scope))
+    monkeypatch.setattr(calls, "note_stepped", lambda scope, thread: noted.append(scope))
 
     class Sharded:
         """What counts as a DTensor here."""
 
         def __init__(self, thread: int) -> None:
-            owner = room._Owned("weight", (0, 1))
-            owner.formed = room._Formed(thread, [scope])
+            owner = calls._Owned("weight", (0, 1))
+            owner.formed = calls._Formed(thread, [scope])
             self.owner = owner
 
         def untyped_storage(self) -> Any:
-            return SimpleNamespace(**{room.Owner.ATTRIBUTE: self.owner})
+            return SimpleNamespace(**{calls.Owner.ATTRIBUTE: self.owner})
 
-    monkeypatch.setattr(room, "DTensor", Sharded)
+    monkeypatch.setattr(calls, "DTensor", Sharded)
     for thread in (threading.get_ident() + 1, threading.get_ident()):
         optimizer: Any = SimpleNamespace(param_groups=[{"params": [Sharded(thread)], "lr": 0.1}])
-        room._optimizer_stepped(optimizer)
+        calls._optimizer_stepped(optimizer)
     assert noted == [scope]

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fullshard.agree import optimizer_facts
-from fullshard.agree.optimizer_facts import OptimizerFacts, listed, text_of
+from fullshard.agree import calls
+from fullshard.agree.calls import OptimizerFacts, listed, text_of
 
 NAMES = ("a", "b", "c")
 
@@ -36,9 +36,9 @@ class Rank:
         return self.told()
 
     def told(self) -> dict[str, str]:
-        done: list[Any] = []
-        self.facts.stepped(self.optimizer, lambda key, deed: done.append(deed))
-        return {fact.name: fact.value for deed in done for fact in deed.facts}
+        changes = calls.changes_parameters(self.optimizer.param_groups)
+        done = list(self.facts.stepped(self.optimizer, changes=changes).values())
+        return {fact.name: fact.value for call in done for fact in call.facts}
 
 
 def test_the_order_of_groups_and_of_parameters_is_no_difference() -> None:
@@ -62,11 +62,11 @@ def test_how_a_step_is_computed_is_no_difference() -> None:
 def test_what_changed_is_told_at_once_and_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     rank, made = Rank("a", "bc"), []
     assert rank.step() == rank.step() | {"state of the optimizer": "of 0 parameters"}
-    monkeypatch.setattr(optimizer_facts, "text_of", lambda value: (made.append(value), text_of(value))[1])
+    monkeypatch.setattr(calls, "text_of", lambda value: (made.append(value), text_of(value))[1])
     rank.optimizer.param_groups[1]["lr"] = 0.2
     assert rank.step()["lr of group 1 of the optimizer"] == "0.2" and made == [0.2]
     (part,) = rank.facts.parts.values()
-    assert part.written is part.written, "put together once"
+    assert part.written() is part.written(), "put together once"
 
 
 def test_an_optimizer_that_got_other_parameters_is_another_one() -> None:
@@ -124,11 +124,11 @@ def test_gradients_that_were_written_on_one_rank_alone() -> None:
 def test_no_value_of_a_device_is_read() -> None:
     """Of a tensor on the meta device there is none."""
     rate = torch.empty((), device="meta")
-    assert text_of(rate) == optimizer_facts._number_of(rate) == "a tensor on meta"
-    assert not optimizer_facts._is_zero(rate)
-    assert optimizer_facts._counter({"step": rate}) is None
+    assert text_of(rate) == calls._number_of(rate) == "a tensor on meta"
+    assert calls.changes_parameters([{"lr": rate}])
+    assert calls._counter({"step": rate}) is None
     state: dict[str, Tensor] = {"step": torch.tensor(3.0)}
-    assert optimizer_facts._counter(state) == 3.0
+    assert calls._counter(state) == 3.0
 
 
 def test_of_many_names_a_digest_covers_the_rest() -> None:

@@ -15,7 +15,8 @@ from torch import nn
 from benchmarks.simulated_ranks import Simulation
 from fullshard.agree import guarded_steps, recovery
 from fullshard.agree.guarded_steps import GuardedSteps, arrive
-from fullshard.agree.recovery import Peers, Recovery, refuse_mixed_states, steps_taken
+from fullshard.agree.ledger import program_of
+from fullshard.agree.recovery import Peers, Recovery, refuse_mixed_states
 from fullshard.engine import optimizer_steps
 from fullshard.peers import Fault, PeerFailed, RanksDisagree, Scope, had_losses
 
@@ -151,7 +152,7 @@ def test_a_failure_is_raised_before_it_is_met(two: Simulation) -> None:
 def met_with(simulation: Simulation, counts: tuple[int, int], half: tuple[str, str]) -> list[Any]:
     """What ranks that took so many steps come to when they meet after a failure."""
     for rank, scope in enumerate(simulation.scopes):
-        taken = steps_taken(scope)
+        taken = program_of(scope)
         taken.count, taken.half = counts[rank], half[rank]
         scope.publish("raised", "ValueError: no")
     simulation.run(3)
@@ -184,11 +185,11 @@ def test_ranks_train_on_with_shards_of_one_step_alone(
 
 def test_a_load_brings_them_together(two: Simulation) -> None:
     for scope in two.scopes:
-        steps_taken(scope).count, steps_taken(scope).half = 7, "SGD"
-        steps_taken(scope).forget("the checkpoint of save 7")
-        assert steps_taken(scope).word() == "0"
-        steps_taken(scope).forget("")
-        assert steps_taken(scope).source == "the checkpoint of save 7", "a load that says less takes nothing back"
+        program_of(scope).count, program_of(scope).half = 7, "SGD"
+        program_of(scope).forget_steps("the checkpoint of save 7")
+        assert program_of(scope).word() == "0"
+        program_of(scope).forget_steps("")
+        assert program_of(scope).source == "the checkpoint of save 7", "a load that says less takes nothing back"
     assert met_with(two, (0, 0), ("", "")) == [None, None]
 
 

@@ -9,10 +9,11 @@ import pytest
 import torch
 from torch import nn
 
-from fullshard.agree import step_facts
-from fullshard.agree.ledger import NOW, Fact, Ledger, Sealed, called
-from fullshard.agree.recovery import steps_taken
-from fullshard.agree.step_facts import StepFacts, _Carried, _Mesh
+from fullshard.agree import calls, mesh_ledger
+from fullshard.agree.calls import Calls
+from fullshard.agree.companion import Comparing
+from fullshard.agree.ledger import NOW, Fact, Ledger, Sealed, called, program_of
+from fullshard.agree.mesh_ledger import MeshLedger, _Carried
 from fullshard.peers import RanksDisagree
 
 RANKS = (0, 1)
@@ -31,28 +32,26 @@ class Scope:
 
 
 class Made:
-    """`StepFacts` with one unit on one mesh."""
+    """The ledger of one unit on one mesh."""
 
     def __init__(self) -> None:
         self.peers = SimpleNamespace(told=[])
         self.peers.disagree_on = lambda scope, error: self.peers.told.append(str(error))
         ending = SimpleNamespace(is_manual=False)
-        root: Any = SimpleNamespace(provisional=True, units=[], run=SimpleNamespace(ending=ending))
-        self.facts = StepFacts(root, self.peers)  # type: ignore[arg-type]
-        self.scope = Scope()
-        self.mesh = _Mesh(RANKS)
-        self.mesh.scope, self.mesh.epoch = self.scope, 0  # type: ignore[assignment]
         controls = SimpleNamespace(text="divide factor=2.0")
         self.unit: Any = _Unit(controls)
+        self.root: Any = SimpleNamespace(units=[self.unit], run=SimpleNamespace(ending=ending), thread=0)
+        self.mesh = MeshLedger(self.root, self.peers, RANKS, lambda: "")  # type: ignore[arg-type]
+        self.scope = Scope()
+        self.mesh.scope, self.mesh.since.epoch = self.scope, 0  # type: ignore[assignment]
         self.mesh.members = {self.unit: [0]}
-        self.facts._meshes = {RANKS: self.mesh}
-        self.facts._of = {self.unit: (self.mesh,)}
+        self.calls = Calls(self.root, {RANKS: self.mesh})
         # How often values were taken, and whether replicas were.
         self.values: list[bool] = []
-        self.facts._note_values = lambda mesh, *, again: self.values.append(again)  # type: ignore[method-assign]
+        self.mesh.note_values = lambda *, again: self.values.append(again)  # type: ignore[method-assign]
 
     def seal(self) -> dict[str, str]:
-        sealed = self.facts._seal(self.mesh)
+        sealed = self.mesh.seal()
         calls = {one.name: "" for one in sealed.statements if one.place != NOW}
         return calls | {fact.name: fact.value for one in sealed.statements for fact in one.facts if one.place == NOW}
 
@@ -86,7 +85,7 @@ def test_values_are_taken_in_the_first_comparison_and_the_second_and_ever_more_r
         if len(made.values) > before:
             taken.append((count, made.values[-1]))
     assert taken == [(1, True), (2, False), (16, False), (128, False)]
-    made.mesh.looks.values_asked = True  # a load
+    made.mesh.since.values_asked = True  # a load
     made.seal()
     assert made.values[-1]
     count = len(made.values)
@@ -100,12 +99,12 @@ def test_where_no_message_carries_a_digest_some_forwards_that_train_compare(
 ) -> None:
     asked: list[int] = []
     made.mesh.only_native = True
-    monkeypatch.setattr(made.facts, "_refuse", lambda mesh, scope, text: asked.append(forward))
+    monkeypatch.setattr(made.mesh, "refuse", lambda scope, text: asked.append(forward))
     for forward in range(1, 20):
         if load and forward == 9:
-            made.mesh.looks.values_asked = True
-        made.facts.forward_begins(trains=True)
-        made.facts.forward_begins(trains=False)
+            made.mesh.since.values_asked = True
+        made.mesh.forward_begins(trains=True)
+        made.mesh.forward_begins(trains=False)
     assert asked == ([1, 2, 9, 16] if load else [1, 2, 16])
 
 
@@ -113,11 +112,11 @@ def test_each_forward_that_compares_takes_the_values_outside_of_units(
     made: Made, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made.mesh.only_native = True
-    monkeypatch.setattr(made.facts, "_refuse", lambda mesh, scope, text: None)
+    monkeypatch.setattr(made.mesh, "refuse", lambda scope, text: None)
     taken = []
     for forward in range(1, 130):
         before = len(made.values)
-        made.facts.forward_begins(trains=True)
+        made.mesh.forward_begins(trains=True)
         taken += [forward] * (len(made.values) - before)
     assert taken == [1, 2, 16, 128]
 
@@ -142,14 +141,15 @@ def test_where_nothing_is_reduced_forwards_compare_what_trains_outside(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     found: list[int] = []
-    made.mesh.only_native, made.mesh.gathers = False, gathers
+    made.mesh.only_native = False
+    monkeypatch.setattr(made.mesh, "gathers", lambda: gathers)
     made.unit.record.plan = SimpleNamespace(trainable=reduces)
     made.unit.gradients = SimpleNamespace(is_known=True)
-    monkeypatch.setattr(made.facts, "_trains_outside", lambda mesh: outside)
-    monkeypatch.setattr(made.facts, "_refuse", lambda mesh, scope, text: found.append(mesh.looks.forwards))
+    monkeypatch.setattr(made.mesh, "_trains_outside", lambda: outside)
+    monkeypatch.setattr(made.mesh, "refuse", lambda scope, text: found.append(made.mesh.since.forwards))
     for _ in range(19):
-        made.facts.forward_begins(trains=trains, records=True)
-        made.facts.forward_begins(trains=False, records=False)
+        made.mesh.forward_begins(trains=trains, records=True)
+        made.mesh.forward_begins(trains=False, records=False)
     assert found == asked
 
 
@@ -159,13 +159,13 @@ def test_settings_are_told_when_they_changed(made: Made) -> None:
     made.unit.settings.controls.text = "divide factor=1.0"
     assert made.seal()[name] == "divide factor=2.0", "nothing is put together anew in a steady step"
     made.mesh.only_native = True
-    made.facts.settings_changed()
+    made.mesh.change_settings()
     assert made.seal()[name] == "divide factor=1.0" and made.mesh.only_native is None
 
 
 def test_the_source_of_a_load_and_writes_since_are_facts(made: Made) -> None:
     writes = "times that parameters of layers.0 were written"
-    steps_taken(made.scope).source = "the checkpoint of save 7"  # type: ignore[arg-type]
+    program_of(made.scope).source = "the checkpoint of save 7"  # type: ignore[arg-type]
     made.unit.seal.versions = [(3,)]
     said = made.seal()
     assert said["state that was loaded"] == "the checkpoint of save 7" and said[writes] == "counted from here"
@@ -184,22 +184,22 @@ def test_after_a_failure_all_ranks_begin_anew(made: Made) -> None:
     mesh = made.mesh
     made.seal()
     mesh.ledger.do(CALL)
-    mesh.hooked.append("layers.0.weight")
-    mesh.earlier.append(_Carried(Comparison(here=True, differs=True), mesh.ledger.seal()))  # type: ignore[arg-type]
+    mesh.ledger.hooked.append("layers.0.weight")
+    mesh.since.earlier.append(_Carried(Comparison(here=True, differs=True), mesh.ledger.seal()))  # type: ignore[arg-type]
     mesh.ledger.do(CALL)
-    looks = mesh.looks
+    since = mesh.since
     made.scope.epoch = 1
     assert not {"a call", "hooks"} & made.seal().keys()
-    assert not mesh.earlier and mesh.looks is not looks and mesh.looks.count == 1 and mesh.epoch == 1
+    assert not mesh.since.earlier and mesh.since is not since and (mesh.since.count, mesh.since.epoch) == (1, 1)
     mesh.ledger.do(CALL)
     assert "a call" in made.seal(), "once"
 
 
-def test_hooks_are_told_once_before_what_was_done_next(made: Made) -> None:
-    made.facts.hooked(made.unit, 0, "weight")
-    made.facts._do(RANKS, CALL)
+def test_hooks_are_recorded_once_before_what_was_done_next(made: Made) -> None:
+    made.mesh.ledger.hooked.append("weight")
+    made.mesh.ledger.do(CALL)
     assert [call.name for call in made.mesh.ledger.calls] == ["hooks", "a call"]
-    made.facts._do(RANKS, CALL)
+    made.mesh.ledger.do(CALL)
     assert [call.name for call in made.mesh.ledger.calls] == ["hooks", "a call", "a call"]
 
 
@@ -219,25 +219,25 @@ class Comparison:
 
 def test_one_reduction_of_a_backward_carries_a_digest(made: Made) -> None:
     plain, carries = SimpleNamespace(carries=False), SimpleNamespace(carries=True)
-    carry = made.facts.carry
-    assert carry(made.unit, 0, plain, keep=False) is None  # type: ignore[arg-type]
+    carry = made.mesh.carry
+    assert carry(made.unit, plain, keep=False) is None  # type: ignore[arg-type]
     # A sum that stays on the ranks that share, of which those of other replicas hear nothing.
-    assert carry(made.unit, 0, carries, keep=True) is None  # type: ignore[arg-type]
-    assert carry(made.unit, 0, carries, keep=False) is not None  # type: ignore[arg-type]
-    assert carry(made.unit, 0, carries, keep=False) is None  # type: ignore[arg-type]
-    made.facts.discard()
-    assert carry(made.unit, 0, carries, keep=False) is not None, "of the next backward"  # type: ignore[arg-type]
+    assert carry(made.unit, carries, keep=True) is None  # type: ignore[arg-type]
+    assert carry(made.unit, carries, keep=False) is not None  # type: ignore[arg-type]
+    assert carry(made.unit, carries, keep=False) is None  # type: ignore[arg-type]
+    Comparing.discards(SimpleNamespace(meshes={RANKS: made.mesh}))  # type: ignore[arg-type]
+    assert carry(made.unit, carries, keep=False) is not None, "of the next backward"  # type: ignore[arg-type]
 
 
 def test_what_did_not_arrive_yet_is_looked_at_after_the_next_backward(made: Made) -> None:
     late, here = Comparison(here=False), Comparison(here=True)
     sealed = Ledger().seal()
     made.mesh.sent = _Carried(late, sealed)  # type: ignore[arg-type]
-    made.facts.compare()
+    made.mesh.backward_ends()
     assert not late.looked and made.mesh.sent is None
     made.mesh.sent = _Carried(here, sealed)  # type: ignore[arg-type]
-    made.facts.compare()
-    assert (late.looked, here.looked) == (1, 1) and not made.mesh.earlier
+    made.mesh.backward_ends()
+    assert (late.looked, here.looked) == (1, 1) and not made.mesh.since.earlier
 
 
 # ---- what may differ -------------------------------------------------------------------------------------------------
@@ -267,9 +267,9 @@ def test_what_ranks_may_differ_in(
     }
     if raises:
         with pytest.raises(RanksDisagree, match="x: expected the same on every rank"):
-            made.facts._refuse(made.mesh, made.scope, "")  # type: ignore[arg-type]
+            made.mesh.refuse(made.scope, "")  # type: ignore[arg-type]
     else:
-        made.facts._refuse(made.mesh, made.scope, "")  # type: ignore[arg-type]
+        made.mesh.refuse(made.scope, "")  # type: ignore[arg-type]
     # Ranks of another mesh of the root would wait.
     assert len(made.peers.told) == raises
     assert made.mesh.own == (set() if raises else {"x"})
@@ -280,14 +280,15 @@ def test_what_was_allowed_is_not_compared_again_and_what_drifts_is_no_ignored_on
     made: Made, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mesh = made.mesh
-    monkeypatch.setattr(step_facts, "replicas_of", lambda units, top: {})
-    monkeypatch.setattr(made.facts, "_outside", lambda mesh: {"a": torch.ones(1), "b": torch.ones(1)})
-    monkeypatch.setattr(made.facts, "_ignored", lambda: frozenset({"b"}))
+    made.unit.module = nn.Module()
+    monkeypatch.setattr(mesh_ledger, "replicas_of", lambda units, top: {})
+    monkeypatch.setattr(mesh, "outside", lambda: {"a": torch.ones(1), "b": torch.ones(1)})
+    monkeypatch.setattr(mesh_ledger, "ignored_by", lambda units: frozenset({"b"}))
     mesh.own.add("a")
     kinds = []
     for count in (1, 2):
-        mesh.looks.count = count
-        StepFacts._note_values(made.facts, mesh, again=False)
+        mesh.since.count = count
+        MeshLedger.note_values(mesh, again=False)
         (call, _) = mesh.ledger.seal().statements
         kinds.append([(fact.kind, fact.name) for fact in call.facts])
     assert kinds == [[("ignored", "b")], [("outside", "b")]]
@@ -298,9 +299,9 @@ def test_what_was_allowed_is_not_compared_again_and_what_drifts_is_no_ignored_on
 
 def test_each_call_has_its_own_parameters(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
     a, b = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1))
-    monkeypatch.setattr(made.facts, "_placed_now", lambda: {id(a): (RANKS, "a"), id(b): (RANKS, "b")})
+    monkeypatch.setattr(made.calls, "_placed_now", lambda: {id(a): (RANKS, "a"), id(b): (RANKS, "b")})
     for given in ([a], [b], [a, b], [a]):
-        made.facts.done_to(given, "clip", [Fact("clip", "max_norm", "1.0")])
+        made.calls.done_to(given, "clip", [Fact("clip", "max_norm", "1.0")])
     assert [call.facts[-1].value for call in made.mesh.ledger.calls] == ["a", "b", "a, b", "a"]
 
 
@@ -311,16 +312,15 @@ def test_parameters_are_found_again_after_their_shards_were_made_anew(
     param.sharded = nn.Parameter(torch.ones(1))
     unit: Any = _Unit(None)
     unit.channels, unit.groups = SimpleNamespace(times_made=1), [SimpleNamespace(params=[param])]
-    made.facts._units = made.facts._root.units = [SimpleNamespace(module=None), unit]
-    made.facts._units[0].channels = SimpleNamespace(times_made=0)
+    made.root.units = [SimpleNamespace(module=None, channels=SimpleNamespace(times_made=0)), unit]
     made.mesh.members = {unit: [0]}
-    monkeypatch.setattr(step_facts, "parameter_names", lambda top, units: _Named())
-    monkeypatch.setattr(made.facts, "_outside", lambda mesh: {})
-    assert set(made.facts._placed_now()) == {id(param.sharded)}
+    monkeypatch.setattr(calls, "parameter_names", lambda top, units: _Named())
+    monkeypatch.setattr(made.mesh, "outside", lambda: {})
+    assert set(made.calls._placed_now()) == {id(param.sharded)}
     param.sharded = nn.Parameter(torch.ones(1))
-    assert id(param.sharded) not in made.facts._placed_now(), "nobody looks in a steady step"
+    assert id(param.sharded) not in made.calls._placed_now(), "nobody looks in a steady step"
     unit.channels.times_made += 1
-    assert set(made.facts._placed_now()) == {id(param.sharded)}
+    assert set(made.calls._placed_now()) == {id(param.sharded)}
 
 
 class _Named(dict[Any, str]):
@@ -330,11 +330,10 @@ class _Named(dict[Any, str]):
 
 def test_an_optimizer_that_got_another_parameter_is_described_anew(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
     a, b = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1))
-    monkeypatch.setattr(step_facts, "is_current", lambda watch: True)
-    monkeypatch.setattr(made.facts, "_placed_now", lambda: {id(a): (RANKS, "a"), id(b): (RANKS, "b")})
+    monkeypatch.setattr(made.calls, "_placed_now", lambda: {id(a): (RANKS, "a"), id(b): (RANKS, "b")})
     optimizer = torch.optim.SGD([a], lr=0.1)
     for _ in range(2):
-        assert made.facts.optimizer_stepped(optimizer)
+        made.calls.optimizer_stepped(optimizer)
         optimizer.param_groups[0]["params"] = [b]
     named = [{fact.name: fact.value for fact in call.facts} for call in made.mesh.ledger.calls]
     assert named[0]["parameters of the optimizer"] != named[1]["parameters of the optimizer"]

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fullshard.agree.ledger import OPTIONS, PARAMETER, UNIT, Statement, dumps, first_difference, loads, read, stated
+from fullshard.agree.differences import first_difference
+from fullshard.agree.ledger import OPTIONS, PARAMETER, UNIT, Statement, dumps, loads, read, stated
 from fullshard.peers import shown_ranks, variants
 
 

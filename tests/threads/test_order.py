@@ -18,8 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from fullshard import full_params, fully_shard
-from fullshard.agree import order
-from fullshard.agree.actions import Order
+from fullshard.agree.ledger import Order, program_of
 from fullshard.engine import unit_of
 from fullshard.peers import RanksDisagree, Scope, scope_of
 from tests.harness.behaviours import behaviour
@@ -336,7 +335,7 @@ def test_an_order_goes_with_its_scope() -> None:
         Training(rank).step()
         scope = scope_of(range(2))
         assert scope is not None
-        pending, seen = [order._orders[scope]], set()
+        pending, seen = [program_of(scope)], set()
         while pending:
             found = pending.pop()
             assert not isinstance(found, Scope)

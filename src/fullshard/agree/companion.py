@@ -8,7 +8,7 @@ Comparing    otherwise: also compares what the ranks of each mesh do
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from operator import attrgetter
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -16,11 +16,12 @@ from torch import Tensor
 from ..comm import Comparison, ReduceChannel
 from ..engine.seam import Companion
 from ..engine.unit import AnyRoot, Unit
-from ..peers import Scope, mode
-from .order import MessageOrder, own_by_root
+from ..peers import Scope, mode, scope_of
+from .calls import Calls, note_stepped, own_by_root
+from .ledger import program_of
+from .mesh_ledger import MeshLedger, MessageOrder
 from .recovery import Peers, Recovery, units_restored
-from .step_facts import StepFacts
-from .structure import Agreement
+from .structure import refuse_other_structure, refuse_other_values
 
 
 def accompany(root: AnyRoot) -> Companion:
@@ -33,20 +34,17 @@ def accompany(root: AnyRoot) -> Companion:
 class Connected(Companion):
     """Connects the units of `root`, and reports failures to `peers`. `mode`: what ranks compare."""
 
-    _compares_order = False
+    _compares = False
 
     def __init__(self, root: AnyRoot, peers: Peers, mode: str) -> None:
-        self._root, self.peers = root, peers
+        self._root, self.peers, self._mode = root, peers, mode
         self.scopes: Sequence[Scope] = peers.scopes
-        # Pending comparisons; None when nothing is left.
-        self.agreement: Agreement | None = Agreement(root, peers, mode)
-        # On a device: what a load has to write after an abort there.
+        # A record of what a load has to write after an abort on a device; None on a CPU.
         self.recovery: Recovery | None = None
         self._is_formed = False
 
     def forms(self) -> None:
-        assert self.agreement is not None
-        self.agreement.refuse_other_structure()
+        refuse_other_structure(self._root, self.peers, self._mode)
 
     def connects(self, units: Sequence[Unit]) -> None:
         for unit in units:
@@ -57,7 +55,7 @@ class Connected(Companion):
 
     def _formed(self) -> None:
         """No rank differs, and connections are there."""
-        own_by_root(self._root, self.peers.scopes, compares_order=self._compares_order)
+        own_by_root(self._root, self.peers.scopes, compares=self._compares)
         first = self._root.units[0]
         if first.device.type != "cpu" and self.scopes and not self._root.provisional:
             self.recovery = Recovery(first.module, self._root.units, self.peers.scopes)
@@ -86,69 +84,109 @@ class Connected(Companion):
 class Comparing(Connected):
     """Compares what the ranks of each mesh of `root` have and do."""
 
-    _compares_order = True
+    _compares = True
 
     def __init__(self, root: AnyRoot, peers: Peers, mode: str) -> None:
         super().__init__(root, peers, mode)
-        self.order = MessageOrder(root.units)
-        self.facts = StepFacts(root, peers, compares=mode == "full")
+        members: dict[Scope, dict[Unit, list[int]]] = {}
+        for unit in root.units:
+            for position, links in enumerate(unit.links):
+                scope = scope_of(links.everyone)
+                if scope is not None:
+                    members.setdefault(scope, {}).setdefault(unit, []).append(position)
+        self.orders = [MessageOrder(scope, root.units[0], here) for scope, here in members.items()]
+        self._orders_of = {unit: [order for order in self.orders if unit in order.members] for unit in root.units}
+        # The ledgers by the ranks of their mesh, and for each group of a unit; without any nothing is recorded.
+        self.meshes: dict[tuple[int, ...], MeshLedger] = {}
+        self._meshes_of: dict[Unit, list[MeshLedger | None]] = {}
+        self.calls = Calls(root, self.meshes)
+        # Whether initial values are still to be compared.
+        self._compares_values = mode == "full"
         # Whether the running outermost forward, or the last one, had gradients.
         self._with_gradients = True
 
     def forms(self) -> None:
         super().forms()
-        self.order.formed()
+        for order in self.orders:
+            order.name_root()
 
     def _formed(self) -> None:
-        self.facts.begin()
-        if self.facts.compares and self._root.units[0].device.type != "cpu":
-            self.order.compare_later(self.facts)
+        root = self._root
+        if self._mode == "full" and not root.provisional:
+            for unit in root.units:
+                self._meshes_of[unit] = [self._mesh(unit, i, links.everyone) for i, links in enumerate(unit.links)]
+            self.calls.begin()
+            if root.units[0].device.type != "cpu":
+                for order in self.orders:
+                    order.later = self.meshes[order.scope.ranks].note_message
         super()._formed()
+
+    def _mesh(self, unit: Unit, position: int, everyone: Sequence[int]) -> MeshLedger | None:
+        """The ledger of group `position` of `unit`; None for a single rank."""
+        ranks = tuple(sorted(everyone))
+        if len(ranks) < 2:
+            return None
+        if ranks not in self.meshes:
+            self.meshes[ranks] = MeshLedger(self._root, self.peers, ranks, partial(self.calls.listed_on, ranks))
+        self.meshes[ranks].members.setdefault(unit, []).append(position)
+        return self.meshes[ranks]
 
     def forward_begins(self, unit: Unit, *, nested: bool) -> None:
         grad = torch.is_grad_enabled()
         records = grad and unit.record.index == 0 and not nested
         trains = records and unit.modules[0].training
-        if self.agreement is not None and not self.agreement.forward_begins(trains=trains):
-            self.agreement = None
+        if self._compares_values:
+            warned = refuse_other_values(self._root, self.peers)
+            for ranks, mesh in self.meshes.items():
+                mesh.compares_buffers = ranks not in warned
+            self._compares_values = False
         if not nested:
-            self.facts.forward_begins(trains=trains, records=records)
-        self.order.forward_begins(grad=grad)
+            for mesh in self.meshes.values():
+                mesh.forward_begins(trains=trains, records=records)
+        for order in self.orders:
+            program_of(order.scope).begun = grad
         self._with_gradients = grad
 
     def forward_ends(self, *, raised: bool = False) -> None:
-        self.order.forward_ends()
+        # A forward that sent nothing is not compared: one rank alone may evaluate a model that is already unsharded.
+        for order in self.orders:
+            order.program.begun = None
         if not raised and not self._with_gradients:
-            self.facts.forward_ends()
+            for mesh in self.meshes.values():
+                mesh.forward_ends()
 
     def before(self, unit: Unit, kind: str, flags: tuple[str, ...] = ()) -> None:
-        layout = ("keep" in flags, *map(attrgetter("trainable"), unit.groups)) if kind == "reduce" else ()
-        for lane in self.order.lanes_of[unit]:
-            lane.before(unit, kind, flags, layout)
+        for order in self._orders_of[unit]:
+            order.before(unit, kind, flags)
 
     def carry(self, unit: Unit, position: int, channel: ReduceChannel, *, keep: bool) -> Comparison | None:
-        return self.facts.carry(unit, position, channel, keep=keep)
+        mesh = self._meshes_of[unit][position] if self._meshes_of else None
+        return None if mesh is None else mesh.carry(unit, channel, keep=keep)
 
     def backward_ends(self) -> None:
-        self.facts.compare()
+        for mesh in self.meshes.values():
+            mesh.backward_ends()
 
     def discards(self) -> None:
-        self.facts.discard()
+        for mesh in self.meshes.values():
+            mesh.sent = None
 
     def did(self, what: str, unit: Unit | None = None, position: int = 0, name: str = "") -> None:
         if what == "step":
-            self.order.stepped()
+            for order in self.orders:
+                note_stepped(order.scope, self._root.thread)
         elif what == "settings":
-            self.facts.settings_changed()
-        elif unit is not None:
-            self.facts.hooked(unit, position, name)
+            for mesh in self.meshes.values():
+                mesh.change_settings()
+        elif unit is not None and self._meshes_of and (own := self._meshes_of[unit][position]) is not None:
+            own.ledger.hooked.append(f"{unit.record.name}.{name}".lstrip("."))
 
 
 def loaded(unit: Unit, names: Sequence[str], values: Mapping[str, Tensor]) -> None:
     """Parameters of `unit` were loaded: `names` of its model. `values`: those loaded from full tensors."""
     root = unit.root
     if root is not None and not root.provisional and isinstance(root.companion, Comparing):
-        root.companion.facts.loaded(unit, names, values)
+        root.companion.calls.loaded(unit, names, values)
     units_restored([unit])
 
 
@@ -157,4 +195,5 @@ def about_to_count(root: AnyRoot, sizes: str) -> None:
     if isinstance(root.companion, Connected):
         root.companion.meets()
     if isinstance(root.companion, Comparing):
-        root.companion.order.announce("count", sizes)
+        for order in root.companion.orders:
+            order.announce("count", sizes)

@@ -24,7 +24,8 @@ from .._torch import local_of, version_of
 from .._torch.modules import outside_graphs
 from ..engine.root import Root
 from ..peers import PeerFailed, Scope
-from .recovery import Peers, steps_taken
+from .ledger import program_of
+from .recovery import Peers
 
 # How long the host sleeps between two looks at an event.
 _LOOK_SECONDS = 0.0002
@@ -105,7 +106,7 @@ class GuardedSteps:
         if self._begun is not None and (wrote or self._begun.versions is None):
             wrote = True
             for scope in self._peers.scopes:
-                steps_taken(scope).half = _name(self._begun.optimizer)
+                program_of(scope).half = _name(self._begun.optimizer)
         here = "has taken it" if self._taken else "has written nothing"
         if wrote:
             here = "was left in the middle of it"

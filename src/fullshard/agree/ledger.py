@@ -1,5 +1,5 @@
-"""What must be equal on all ranks: an ordered list of statements with one digest, and where those of several ranks
-first differ. Standard library only.
+"""What the ranks of a mesh must do alike: an ordered list of statements with one digest, and which message comes next.
+Standard library only.
 
 A statement names a place and its facts: a unit of the model, a call of the program, what holds at a comparison. Values
 of a single rank (its rows, its device index) are left out.
@@ -16,10 +16,10 @@ of a single rank (its rows, its device index) are left out.
       `clip_grad_norm_`, `GradScaler`   by each call
       gradients that hooks changed      at the end of a backward
       loads of parameters               by hooks of `load_state_dict`
-      values outside of units           at first use, after a load, and
+      values outside of units, buffers  at first use, after a load, and
                                           ever more seldom
-      messages that nothing foretold    on a device alone, before they
-        (elsewhere: actions.py)           are sent
+      unexpected messages               on a device alone, before they
+        (elsewhere: `Order`)              are sent
     what holds now: settings of         when it changes                    as below
       reductions, the loaded state, how
       often parameters were written
@@ -27,21 +27,35 @@ of a single rank (its rows, its device index) are left out.
 
 Compared with the first reduction of a backward, before its gradients are handed over; on a device one step later. If no
 reduction carries a digest: through the store, in the first, 2nd, 16th, 128th, ... training forward, and after a load or
-a change of settings. On a device also at the end of a forward without gradients that sent what nothing foretold.
+a change of settings. On a device also at the end of a forward without gradients that sent an unexpected message.
 
 Equal ledgers have equal digests. If digests differ, ranks exchange the statements (`Sealed.text`), and `differences`
-lists the differences, causes first.
+(differences.py) lists the differences, causes first.
+
+A message is compared before it is sent (`Action`, `Order`). Messages of one group match by their position in its order
+only. Ranks that run units of equal shapes in different orders silently exchange wrong values; with a message of another
+kind they wait for ever; and where a rank receives more than it expects, gloo ends its process.
+
+    action     one message, as a value with a text form:  unshard 0-3.5 layers.2 float32*1024 stepped
+    start      an action after an optimizer step, or the first of an evaluation: the program starts over
+    expected   what followed the actions since the start the last time. It follows from earlier actions, so every rank
+               has the same
+    question   sent to the others through the store by a rank that is about to deviate
+
+An expected action is sent without a comparison: a program that repeats itself costs nothing. A rank that deviates must
+ask through the store, because the others may wait for its message. If nothing is expected, nothing is expected on any
+rank, so all compare their next action by a small message; so they do where what is expected is in doubt, because a
+question would cost the store more.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Mapping, Sequence
 from itertools import chain, groupby
-from typing import NamedTuple
-
-from ..peers.ranks import shown_ranks, variants
+from typing import Any, NamedTuple, Protocol
 
 # Places of statements: of the structure, which are compared by their names, and of what a rank does.
 OPTIONS, UNIT, PARAMETER, TENSOR = "settings", "unit", "parameter", "tensor"
@@ -50,34 +64,6 @@ CALL, NOW, REPLICAS = "call", "now", "replicas"
 STEP = "optimizer.step"
 # If there are more calls since the last comparison, the older ones are folded into a digest.
 _MOST_CALLS = 64
-# How many of the differing values an error shows.
-_SHOWN = 4
-# The advice in an error, by the kind of a fact.
-ADVICE = {
-    OPTIONS: "set it to the same value on all ranks",
-    UNIT: "call fully_shard with the same arguments on all ranks",
-    PARAMETER: "build the same model on all ranks",
-    TENSOR: "build the same model on all ranks",
-    "frozen": "freeze the same parameters on all ranks",
-    "sharding": "call fully_shard on the same modules, with the same arguments, on all ranks",
-    "controls": "call the setters of FSDPModule with the same arguments on all ranks",
-    "outside": "no unit has it, so nothing averages its gradients: add it before fully_shard (adapters: get_peft_model "
-    "first); or begin from equal values, average its gradients yourself, and name in ignored_params what is there by "
-    "then; or freeze it; fullshard.find_drift(model) lists all that differ",
-    "ignored": "nothing where that is meant, as of experts of a rank's own; else seed and load it alike",
-    "replicas": "seed and load the ranks that replicate alike; fullshard.find_drift(model) lists all that differ",
-    "optimizer": "build the optimizer and its schedule from the same numbers on all ranks",
-    "parameters": "build the optimizer from the same parameters in the same order on all ranks",
-    "state": "load the optimizer's state on all ranks, or on none",
-    "gradients": "change gradients on all ranks or on none, in the program or in a hook",
-    "written": "change or load parameters on all ranks or on none",
-    "clip": "call clip_grad_norm_ with the same arguments on all ranks",
-    "scaler": "build the scaler with the same arguments on all ranks, and load its state on all of them",
-    "hooks": "register hooks that change gradients on all ranks or on none",
-    "load": "load the same checkpoint on all ranks",
-    "order": "run the same modules in the same order on all ranks",
-    "calls": "take the same calls in the same order on all ranks",
-}
 # Facts of the structure with an advice of their own.
 _KINDS = {"requires_grad": "frozen", "unit": "sharding", "placement": "sharding"}
 
@@ -131,8 +117,11 @@ class Ledger:
     """What one rank did to the shards of a root on one mesh since its ranks last compared, and what holds now."""
 
     def __init__(self) -> None:
-        self._now: dict[str, Fact] = {}
+        # The facts that hold now, by name.
+        self.now: dict[str, Fact] = {}
         self.calls: list[Statement] = []
+        # The gradients that hooks of the user changed since the last call.
+        self.hooked: list[str] = []
         self._replicas: Statement | None = None
         # What holds now as one statement, and its digest; None after a change. A cache of the digests of calls, which
         # recur.
@@ -143,21 +132,24 @@ class Ledger:
 
     def stand(self, fact: Fact) -> None:
         """`fact` holds from now on, instead of the one of its name."""
-        if self._now.get(fact.name) != fact:
-            self._now[fact.name] = fact
+        if self.now.get(fact.name) != fact:
+            self.now[fact.name] = fact
             self._holds = None
 
-    def stands(self, name: str) -> bool:
-        """Whether a fact of this name holds."""
-        return name in self._now
-
     def do(self, call: Statement) -> None:
-        """Append `call`."""
+        """Append `call`, after the gradients that hooks changed before it."""
+        if self.hooked:
+            self._note_hooks()
         if len(self.calls) >= _MOST_CALLS:
             folded, self.calls = self.calls[: _MOST_CALLS // 2], self.calls[_MOST_CALLS // 2 :]
             before = Fact("calls", "digest of the calls before the last ones", f"{digest_of(dumps(folded)):016x}")
             self.calls.insert(0, called("calls before", [before]))
         self.calls.append(call)
+
+    def _note_hooks(self) -> None:
+        hooked, self.hooked = self.hooked, []
+        names = f"{', '.join(hooked[:4])} ({len(hooked)}, {digest_of(chr(10).join(hooked)):016x})"
+        self.do(called("hooks", [Fact("hooks", "gradients that hooks changed", names)]))
 
     def share(self, among: str, facts: Sequence[Fact]) -> None:
         """Add, for the next comparison only, facts that must be equal among the ranks `among`."""
@@ -165,14 +157,17 @@ class Ledger:
 
     def seal(self) -> Sealed:
         """Return the content and clear the calls. Returns the same object as the last time if nothing changed."""
-        calls, self.calls = _in_one_order(self.calls), []
+        if self.hooked:
+            self._note_hooks()
+        calls = tuple(self.calls) if len(self.calls) < 2 else _in_one_order(self.calls)
+        self.calls = []
         replicas, self._replicas = self._replicas, None
         last, self._last = self._last, None
         if last is not None and self._holds is not None and replicas is None and calls == last[0]:
             self._last = last
             return last[1]
         if self._holds is None:
-            now = Statement(NOW, "", tuple(sorted(self._now.values())))
+            now = Statement(NOW, "", tuple(sorted(self.now.values())))
             self._holds = now, digest_of(dumps([now]))
         now, digest = self._holds
         digest = digest_of(",".join(map(str, [digest, *map(self._digest, calls)])))
@@ -192,14 +187,12 @@ class Ledger:
 
     def forget(self) -> None:
         """Drop all calls: after a failure ranks restart, and some had got further than others."""
-        self.calls, self._replicas = [], None
+        self.calls, self.hooked, self._replicas = [], [], None
 
 
 def _in_one_order(calls: list[Statement]) -> tuple[Statement, ...]:
     """`calls`, with consecutive steps of several optimizers sorted: their order has no effect, because each optimizer
     has its own parameters."""
-    if len(calls) < 2:
-        return tuple(calls)
     runs = (list(run) for _, run in groupby(calls, key=lambda call: call.name == STEP))
     return tuple(call for run in runs for call in (sorted(run) if run[0].name == STEP else run))
 
@@ -226,171 +219,221 @@ def loads(text: str) -> list[Statement]:
     ]
 
 
-def read(told: Mapping[int, str]) -> dict[int, list[Statement]]:
-    """What each rank states, of its text. Ranks with equal texts have one list."""
-    lists = {text: loads(text) for text in set(told.values())}
-    return {rank: lists[text] for rank, text in told.items()}
+def read(texts: Mapping[int, str]) -> dict[int, list[Statement]]:
+    """The statements of each rank, from its text. Ranks with equal texts have one list."""
+    lists = {text: loads(text) for text in set(texts.values())}
+    return {rank: lists[text] for rank, text in texts.items()}
 
 
-# ---- where ranks differ ----------------------------------------------------------------------------------------------
+# ---- messages --------------------------------------------------------------------------------------------------------
 
-# Names of what differs that is no fact.
-_ORDER, _CALLS = "order", "calls since the last comparison"
+# The flags of an action, beside its kind, unit and sizes:
+#
+#     stepped          the first after an optimizer step; once for each step
+#     eval             the first of a forward without gradients
+#     train            the first of one with gradients, where the one before had none
+#     accumulated      gradients of several backwards
+#     partials, keep   with sums that were not all-reduced; not all-reduced
+#     added, cleared   adds to an existing .grad; and no longer does. Only changes are flagged, so that neither one
+#                      zero_grad per step nor none at all sets a flag
+_STARTS = ("stepped", "eval", "train")
+# After so many forwards without an optimizer step, each forward starts a new program: it may update parameters itself.
+_FORWARDS = 64
+# More optimizer steps than this between two messages count as this many.
+_MOST_STEPS = 16
+# Separates the count of steps from the name of an interrupted optimizer in the word of a rank.
+HALF = "+"
 
 
-class Difference(NamedTuple):
-    """What differs between ranks. `fact`: one with an empty name if only some ranks have the statement. `values`:
-    (ranks, their value), the most frequent first; None: no value."""
+class Action(NamedTuple):
+    """One message of a unit. `root`: a name of its root that is the same on all ranks; `unit`: its index there;
+    `sizes`: the sizes sent, by group, as one word."""
 
-    statement: Statement
-    fact: Fact
-    values: tuple[tuple[tuple[int, ...], str | None], ...]
+    kind: str
+    root: str
+    unit: int
+    name: str
+    sizes: str
+    flags: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return " ".join((self.kind, f"{self.root}.{self.unit}", self.name, self.sizes, *self.flags))
 
     @property
-    def what(self) -> str:
-        """The place and the fact, for programs."""
-        return f"{self.statement.name} {self.fact.name}".strip()
+    def starts(self) -> bool:
+        """Whether the program starts over with it."""
+        return any(flag in _STARTS for flag in self.flags)
 
-    @property
-    def by_rank(self) -> dict[int, str]:
-        """The value of each rank."""
-        return {rank: value or "" for ranks, value in self.values for rank in ranks}
+
+class Question(NamedTuple):
+    """A rank's next action at a place; `expected`: the action that would have needed no question, if any."""
+
+    place: int
+    action: Action
+    expected: Action | None
 
     @property
     def text(self) -> str:
-        """The error text: expected, found on which ranks, what to do."""
-        place, name, fact = self.statement.place, self.statement.name, self.fact.name
-        found = [f"{_shortened(value or '')} on {shown_ranks(ranks)}" for ranks, value in self.values[:_SHOWN]]
-        found += [f"{len(self.values) - _SHOWN} more"] * (len(self.values) > _SHOWN)
-        if place in (CALL, NOW, REPLICAS):
-            return f"{fact}: expected the same on every rank, found {' and '.join(found)}; {ADVICE[self.fact.kind]}"
-        if fact == _ORDER:
-            found[0] = f"it {found[0]}"
-            return (
-                f"{name}: expected the same order of {place}s on every rank, found {' and '.join(found)}; build the "
-                f"same model on all of them"
-            )
-        if not fact:
-            have = [rank for ranks, value in self.values if value is not None for rank in ranks]
-            miss = [rank for ranks, value in self.values if value is None for rank in ranks]
-            what = "a unit (fully_shard) of this name" if place == UNIT else f"this {place}"
-            return (
-                f"{name}: expected {what} on every rank, found it on {shown_ranks(have)} and not on "
-                f"{shown_ranks(miss)}; build and shard the same model on all of them"
-            )
-        subject = f"{name}: " if name else ""
-        advice = ADVICE[self.fact.kind]
-        return f"{subject}expected the same {fact} on every rank, found {' and '.join(found)}; {advice}"
+        """The question as JSON."""
+        return json.dumps(self, separators=(",", ":"))
 
 
-def first_difference(by_rank: Mapping[int, Sequence[Statement]]) -> Difference | None:
-    """The first of `differences`; None if all ranks state the same."""
-    return next(differences(by_rank), None)
+def read_question(text: str) -> Question:
+    """The reverse of `Question.text`.
 
-
-def differences(by_rank: Mapping[int, Sequence[Statement]]) -> Iterator[Difference]:
-    """The differences between the statements of ranks, in their order, up to the first that only some ranks have; then
-    those of replicas."""
-    # Ranks that state the same may share a list (`read`).
-    texts = {id(statements): dumps([one for one in statements if not one.among]) for statements in by_rank.values()}
-    ranks_by_text = variants({rank: texts[id(statements)] for rank, statements in by_rank.items()})
-    if len(ranks_by_text) > 1:
-        yield from _between(list(ranks_by_text.values()), [loads(text) for text in ranks_by_text])
-    groups: dict[str, dict[int, Statement]] = {}
-    for rank, statements in by_rank.items():
-        for one in statements:
-            if one.among:
-                groups.setdefault(one.among, {})[rank] = one
-    for by_replica in groups.values():
-        yield from _facts(next(iter(by_replica.values())), by_replica)
-
-
-def _between(ranks: Sequence[Sequence[int]], lists: Sequence[Sequence[Statement]]) -> Iterator[Difference]:
-    """The differences between `lists`, each of which `ranks` state; those of the majority first."""
-    for place in range(max(map(len, lists))):
-        here = [statements[place] if place < len(statements) else None for statements in lists]
-        if any(_key(one) != _key(here[0]) for one in here):
-            break
-        by_rank = {rank: one for found, one in zip(ranks, here, strict=True) if one is not None for rank in found}
-        yield from _facts(next(iter(by_rank.values())), by_rank)
-    else:
-        return
-    if any(one is not None and one.place == CALL for one in here):
-        made = [", ".join(map(_shown, (one for one in statements if one.place == CALL))) for statements in lists]
-        fact = Fact("calls", _CALLS, "")
-        yield Difference(Statement(CALL, "", (fact,)), fact, _grouped(ranks, [calls or "nothing" for calls in made]))
-        return
-    odd = next(at for at, one in enumerate(here) if _key(one) != _key(here[0]))
-    usual, other = here[0], here[odd]
-    # The other one there is either unknown to the majority or at another place.
-    unknown = usual is None or (other is not None and _find(lists[odd], usual) and not _find(lists[0], other))
-    one = other if unknown else usual
-    assert one is not None
-    same = [_find(statements, one) for statements in lists]
-    if any(like is None for like in same):
-        yield Difference(one, Fact(one.place, "", ""), _grouped(ranks, [like and like.place for like in same]))
-        return
-    by_rank = {rank: like for found, like in zip(ranks, same, strict=True) if like is not None for rank in found}
-    yield from _facts(one, by_rank)
-    yield Difference(one, Fact(one.place, _ORDER, ""), _grouped(ranks, [_before(each, one) for each in lists]))
-
-
-def _key(statement: Statement | None) -> tuple[str, str] | None:
-    return None if statement is None else statement[:2]
-
-
-def _find(statements: Sequence[Statement], like: Statement) -> Statement | None:
-    return next((one for one in statements if _key(one) == _key(like)), None)
-
-
-def _before(statements: Sequence[Statement], like: Statement) -> str:
-    """Where `like` is among those of its place, as text."""
-    alike = [one.name for one in statements if one.place == like.place]
-    at = alike.index(like.name)
-    return f"after {alike[at - 1]}" if at else "first"
-
-
-def _facts(statement: Statement, by_rank: Mapping[int, Statement]) -> Iterator[Difference]:
-    """The facts that differ of one `statement`, which all ranks of `by_rank` make."""
-    known = {fact.name: fact for one in by_rank.values() for fact in one.facts}
-    values = {rank: {fact.name: fact.value for fact in one.facts} for rank, one in by_rank.items()}
-    for name, fact in known.items():
-        found = variants({rank: mine.get(name, "none") for rank, mine in values.items()})
-        if len(found) > 1:
-            yield Difference(statement, fact, tuple((tuple(ranks), value) for value, ranks in found.items()))
-
-
-def _grouped(
-    ranks: Sequence[Sequence[int]], values: Sequence[str | None]
-) -> tuple[tuple[tuple[int, ...], str | None], ...]:
-    by_rank = {rank: value for found, value in zip(ranks, values, strict=True) for rank in found}
-    return tuple((tuple(found), value) for value, found in variants(by_rank).items())
-
-
-def _shown(call: Statement) -> str:
-    """`call` as text, with its object if no other text names that."""
-    first = call.facts[0]
-    if first.kind == "hooks":
-        return f"{call.name} of {first.value}"
-    return f"{call.name} ({first.name}, ...)" if first.kind in ("outside", "ignored") else call.name
-
-
-def _shortened(value: str) -> str:
-    return value if len(value) <= 200 else f"{value[:197]}..."
-
-
-def first_unlike(listed: Mapping[int, Sequence[str]]) -> str:
-    """The error text for lists of names that differ: names that only some ranks have.
-
-    >>> first_unlike({0: ["a", "b"], 1: ["a"]})
-    'b (not on rank 1)'
-    >>> first_unlike({0: ["a", "b"], 1: ["b", "a"]})
-    'another order'
+    >>> question = Question(7, Action("unshard", "0-3", 5, "layers.2", "float32*8", ("stepped",)), None)
+    >>> read_question(question.text) == question
+    True
     """
-    every = dict.fromkeys(name for names in listed.values() for name in names)
-    sets = {rank: set(names) for rank, names in listed.items()}
-    lacking = [(name, [rank for rank in listed if name not in sets[rank]]) for name in every]
-    shown = [f"{name} (not on {shown_ranks(ranks)})" for name, ranks in lacking if ranks]
-    if not shown:
-        return "another order"
-    return ", ".join(shown[:4]) + (f" and {len(shown) - 4} more" if len(shown) > 4 else "")
+    place, *actions = json.loads(text)
+    action, expected = (one and Action._make([*one[:-1], tuple(one[-1])]) for one in actions)
+    return Question(place, action, expected)
+
+
+class Order:
+    """The messages that the ranks of a scope agreed on, and which of them comes next. The same on all ranks.
+
+        if not order.follows(action):
+            ...  # compare it with the others; if all of them do the same:
+            order.enter(action)
+
+    What is kept is a tree: what followed which actions since the last start, and what did the last time. A place where
+    the program last went another way than before is in doubt until it repeats itself there.
+    `limit`: how many actions are kept. Beyond it all are dropped, on all ranks at the same place.
+    """
+
+    def __init__(self, *, limit: int = 20_000) -> None:
+        # The number of actions so far.
+        self.place = 0
+        self._limit = limit
+        # Nodes of the tree are numbers. By node: the last action after it, the node that this led to, and whether that
+        # is beyond doubt. By node and action: the node after both; a start leads to the same node from everywhere.
+        self._here = self._nodes = 0
+        self._last: dict[int, tuple[Action, int, bool]] = {}
+        self._after: dict[tuple[int, Action], int] = {}
+
+    def expected(self, *, doubts: bool = True) -> Action | None:
+        """The action that needs no question; None: every action needs one, on all ranks. `doubts`: nothing is expected
+        where that is in doubt."""
+        last = self._last.get(self._here)
+        return last[0] if last is not None and (last[2] or not doubts) else None
+
+    def follows(self, action: Action, *, doubts: bool = True) -> bool:
+        """Whether `action` is expected here; if so, advance."""
+        last = self._last.get(self._here)
+        if last is None or (doubts and not last[2]):
+            return False
+        # Actions are cached, so the expected one is nearly always the same object.
+        if last[0] is not action or not last[2]:
+            if last[0] != action:
+                return False
+            self._last[self._here] = (action, last[1], True)
+        self._here = last[1]
+        self.place += 1
+        return True
+
+    def question(self, action: Action) -> Question:
+        """The question to ask before the unexpected `action`."""
+        return Question(self.place, action, self.expected(doubts=False))
+
+    def enter(self, action: Action) -> None:
+        """Enter an unexpected `action`, on which all ranks agreed."""
+        last = self._last.get(self._here)
+        key = (_ANYWHERE, _start_of(action)) if action.starts else (self._here, action)
+        after = self._after.get(key)
+        if after is None:
+            if len(self._after) >= self._limit:
+                self._after.clear()
+                self._last.clear()
+            self._nodes += 1
+            after = self._after[key] = self._nodes
+        self._last[self._here] = (action, after, last is None or last[0] == action)
+        self._here = after
+        self.place += 1
+
+
+_ANYWHERE = -1
+
+
+def _start_of(action: Action) -> Action:
+    """The same start for the first step, for one after a step and for one after an evaluation."""
+    return action._replace(flags=tuple(flag for flag in action.flags if flag not in ("stepped", "train")))
+
+
+# ---- the program of a scope ------------------------------------------------------------------------------------------
+
+
+class Program:
+    """What this rank did with the ranks of one scope, as far as all of them must do the same: the order of messages in
+    the current epoch, the flags of the next action, and the optimizer steps since a load. Does not hold its scope."""
+
+    def __init__(self, epoch: int) -> None:
+        self.epoch = epoch
+        self.order = Order()
+        # The optimizer steps since the last action.
+        self.stepped = 0
+        self.last_step = -1
+        # Whether an outermost forward that sent nothing yet has gradients; None: there is no such forward.
+        self.begun: bool | None = None
+        # The forwards with gradients since the program was restarted.
+        self.forwards = 0
+        # The roots whose last forward with messages had gradients.
+        self.trained: set[str] = set()
+        # Whether the last reduction was added to existing gradients.
+        self.added = False
+        # The steps since the last load; the optimizer whose step was interrupted halfway; the loaded state, if known.
+        self.count = 0
+        self.half = self.source = ""
+
+    def restart(self, epoch: int) -> None:
+        """A new epoch began: after a failure some ranks were further than others."""
+        self.epoch = epoch
+        self.order = Order()
+        self.stepped, self.begun, self.forwards = 0, None, 0
+        self.trained.clear()
+        self.added = False
+
+    def flags(self, root: str) -> tuple[str, ...]:
+        """The flags that describe the program around the next action. Consumed by the call."""
+        flags: tuple[str, ...] = ("stepped",) * min(self.stepped, _MOST_STEPS)
+        if self.begun is False:
+            flags += ("eval",)
+            self.trained.discard(root)
+        elif self.begun:
+            self.forwards += 1
+            if root not in self.trained or self.forwards > _FORWARDS:
+                flags += ("train",)
+                self.trained.add(root)
+        if self.stepped or self.begun is False:
+            self.forwards = 0
+        self.stepped, self.begun = 0, None
+        return flags
+
+    def word(self) -> str:
+        """The text for `Scope.state`: the steps since a load, and the interrupted optimizer."""
+        return f"{self.count}{HALF}{self.half}" if self.half else str(self.count)
+
+    def forget_steps(self, source: str) -> None:
+        """Count steps from here: a consistent state is there, loaded from `source` if that is known."""
+        self.count, self.half, self.source = 0, "", source or self.source
+
+
+class ProgramScope(Protocol):
+    """A scope (`peers.Scope`), as far as its program needs it."""
+
+    epoch: int
+    state: Any
+
+
+_programs: weakref.WeakKeyDictionary[ProgramScope, Program] = weakref.WeakKeyDictionary()
+
+
+def program_of(scope: ProgramScope) -> Program:
+    """The program of `scope`, in its current epoch."""
+    found = _programs.get(scope)
+    if found is None:
+        found = _programs[scope] = Program(scope.epoch)
+        scope.state = found.word
+    if found.epoch != scope.epoch:
+        found.restart(scope.epoch)
+    return found

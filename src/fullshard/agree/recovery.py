@@ -34,6 +34,7 @@ from ..engine.padding_rows import note_row_loaded
 from ..engine.unit import Unit, unit_of
 from ..param import Owner
 from ..peers import LOST, PeerFailed, RanksDisagree, Scope, had_losses, lost_in, scope_of, shown_ranks, variants
+from .ledger import HALF, program_of
 
 # ---- peers -----------------------------------------------------------------------------------------------------------
 # The question of ranks that synchronise through the store.
@@ -184,43 +185,12 @@ def peers_below(*models: nn.Module) -> Peers:
 # The same after a loss on a device, which the scope reports beside this word (peers/failures.py). Then a load must have
 # written everything (`Recovery`, below).
 
-_HALF = "+"
-
-
-class StepsTaken:
-    """Steps on one mesh since the last load. `half`: the optimizer whose step was interrupted halfway. `source`: the
-    loaded state, if known."""
-
-    def __init__(self) -> None:
-        self.count = 0
-        self.half = self.source = ""
-
-    def word(self) -> str:
-        """The text for `Scope.state`."""
-        return f"{self.count}{_HALF}{self.half}" if self.half else str(self.count)
-
-    def forget(self, source: str) -> None:
-        """Restart: a consistent state is there."""
-        self.count, self.half, self.source = 0, "", source or self.source
-
-
-_taken: weakref.WeakKeyDictionary[Scope, StepsTaken] = weakref.WeakKeyDictionary()
-
-
-def steps_taken(scope: Scope) -> StepsTaken:
-    """The steps taken on the mesh of `scope`."""
-    found = _taken.get(scope)
-    if found is None:
-        found = _taken[scope] = StepsTaken()
-        scope.state = found.word
-    return found
-
 
 def refuse_mixed_states(scopes: Iterable[Scope]) -> None:
     """Raise `RanksDisagree` on all ranks of a scope whose steps differed at the last meeting, or whose model is lost on
     a device. The ranks meet again before the next forward."""
     for scope in scopes:
-        if len(scope.states) > 1 or any(_HALF in state or LOST in state for state in scope.states):
+        if len(scope.states) > 1 or any(HALF in state or LOST in state for state in scope.states):
             scope.failures.must_meet = True
             raise lost_error(scope) if LOST in "".join(scope.states) else _error(scope.states)
 
@@ -228,7 +198,7 @@ def refuse_mixed_states(scopes: Iterable[Scope]) -> None:
 def _error(states: Mapping[str, list[int]]) -> RanksDisagree:
     told = []
     for state, ranks in states.items():
-        count, _, half = state.partition(_HALF)
+        count, _, half = state.partition(HALF)
         middle = f", and the middle of one of {half}," if half else ""
         told.append(f"{count or '0'}{middle} on {shown_ranks(ranks)}")
     return RanksDisagree(
@@ -261,7 +231,7 @@ def _forget(meshes: Iterable[tuple[int, ...]], source: str) -> None:
     for ranks in dict.fromkeys(meshes):
         scope = scope_of(ranks)
         if scope is not None:
-            steps_taken(scope).forget(source)
+            program_of(scope).forget_steps(source)
 
 
 # ---- the model -------------------------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@
     values       in the first forward of the root: digests of the full parameters that `fully_shard` noted
                  (param/initial.py), except parameters whose shards any rank has written since
     buffers      in the first forward: floating-point differences raise, integer differences (indices, masks, which may
-                 be rank-specific) warn; again in the 2nd, 16th, 128th, ... training forward, until the first warning
+                 be rank-specific) warn. Later they are statements of the ledger (mesh_ledger.py)
 
 Each comparison sends one digest per mesh (peers/scope.py: three requests to the store). Ranks exchange details only if
 the digests differ. All ranks of a mesh get the same answer, so either all of them raise or none.
@@ -16,6 +16,7 @@ import hashlib
 import json
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -40,8 +41,9 @@ from ..param import (
 from ..peers import RanksDisagree, Scope, ask, scope_of, shown_ranks, tell, variants
 from ..policy.casting import shown_cast_inputs
 from ..schedule import UnitRecord
+from .differences import first_difference
 from .equal_rows import warn_of_equal_rows
-from .ledger import OPTIONS, PARAMETER, UNIT, Statement, dumps, first_difference, read, stated
+from .ledger import OPTIONS, PARAMETER, UNIT, Statement, dumps, read, stated
 from .recovery import Peers
 
 # ---- describe --------------------------------------------------------------------------------------------------------
@@ -260,6 +262,22 @@ def unsharded_on(top: nn.Module, ranks: tuple[int, ...]) -> dict[str, Tensor]:
     return found
 
 
+def ignored_by(units: Sequence[Unit]) -> frozenset[str]:
+    """The dotted names of the user's `ignored_params`, below the module of the first of `units`."""
+    prefixes = {module: f"{clean_name(name)}." if name else "" for name, module in units[0].module.named_modules()}
+    return frozenset(
+        prefixes.get(unit.module, "") + clean_name(name) for unit in units for name in unit.settings.ignored_names
+    )
+
+
+def ignored_names(modules: Sequence[nn.Module], ignored: Iterable[Tensor]) -> tuple[str, ...]:
+    """The names of the `ignored` parameters below `modules`."""
+    left = {id(parameter) for parameter in ignored}
+    if not left:
+        return ()
+    return tuple(name for module in modules for name, p in module.named_parameters() if id(p) in left)
+
+
 def _modules(top: nn.Module) -> Iterator[tuple[str, nn.Module, tuple[int, ...]]]:
     """Every module once, with its dotted name and the ranks of the nearest enclosing unit with parameters."""
     seen: set[nn.Module] = set()
@@ -354,10 +372,7 @@ def replicas_of(units: Sequence[Unit], top: nn.Module) -> dict[tuple[int, ...], 
     return found
 
 
-# ---- agreement -------------------------------------------------------------------------------------------------------
-
-# Buffers are compared again at the 2nd training forward, then at intervals that grow eightfold.
-_FIRST_LOOK, _LOOKS = 2, 8
+# ---- at first use ----------------------------------------------------------------------------------------------------
 
 
 class _OnMesh(NamedTuple):
@@ -368,111 +383,79 @@ class _OnMesh(NamedTuple):
     scope: Scope
 
 
-class _Looks:
-    """Schedules the buffer comparisons of a scope, at the same forward on all of its ranks.
-
-    After a failure ranks may have run different numbers of forwards, so they restart the count when they meet."""
-
-    def __init__(self, on: _OnMesh) -> None:
-        self.on = on
-        self._epoch = on.scope.epoch
-        self._trained, self._next = 0, _FIRST_LOOK
-
-    def is_due(self) -> bool:
-        """Count a training forward; return whether buffers are to be compared in it."""
-        if self._epoch != self.on.scope.epoch:
-            self._epoch = self.on.scope.epoch
-            self._trained, self._next = 0, _FIRST_LOOK
-        self._trained += 1
-        due = self._trained == self._next
-        if due:
-            self._next *= _LOOKS
-        return due
-
-
-class Agreement:
-    """The comparisons that one root still has to make with its peers. `mode`: what ranks compare."""
-
-    def __init__(self, root: AnyRoot, peers: Peers, mode: str) -> None:
-        self._root, self._peers, self._mode = root, peers, mode
-        meshes = meshes_of(root.units)
-        found = ((mesh, ranks, scope_of(ranks)) for ranks, mesh in meshes.items())
-        self._scopes = [_OnMesh(mesh, ranks, scope) for mesh, ranks, scope in found if scope is not None]
-        self._values = mode == "full" and bool(self._scopes)
-        # Scopes whose buffers were equal so far.
-        self._looks = [_Looks(scope) for scope in self._scopes] if mode == "full" else []
-
-    def refuse_other_structure(self) -> None:
-        """Compare the structure, before any connection or message. Raises `RanksDisagree` on all ranks of a mesh."""
-        self._peers.meet()
-        self._for_each_scope(self._refuse_other_structure)
-
-    def forward_begins(self, *, trains: bool) -> bool:
-        """Compare what is due in this forward; return whether later forwards have comparisons left.
-
-        trains: a forward of the whole model in training mode with gradients. Raises `RanksDisagree`.
-        """
-        if self._values:
-            self._for_each_scope(_refuse_other_values)
-            self._for_each_scope(self._refuse_other_buffers)
-            self._values = False
-            for unit in self._root.units:
-                for param in unit.params:
-                    param.initial = None
-        for looks in list(self._looks) if trains else ():
-            if looks.is_due():
-                found = self._differing_buffers(looks.on)
-                self._warn_of(looks.on, found, "since the training began: nothing averages them")
-        return bool(self._looks)
-
-    def _for_each_scope(self, refuse: Callable[[AnyRoot, _OnMesh], None]) -> None:
-        for scope in self._scopes:
+def _for_each_mesh(root: AnyRoot, peers: Peers, compare: Callable[[AnyRoot, _OnMesh], object]) -> dict[object, object]:
+    """Compare on each mesh of `root`. Returns the results, by the ranks of the mesh."""
+    found: dict[object, object] = {}
+    for ranks, mesh in meshes_of(root.units).items():
+        scope = scope_of(ranks)
+        if scope is not None:
             try:
-                refuse(self._root, scope)
+                found[ranks] = compare(root, _OnMesh(mesh, ranks, scope))
             except RanksDisagree as error:
-                self._peers.disagree_on(scope.scope, error)
-                scope.scope.failures.has_raised = True
+                peers.disagree_on(scope, error)
+                scope.failures.has_raised = True
                 raise
+    return found
 
-    def _refuse_other_structure(self, root: AnyRoot, scope: _OnMesh) -> None:
-        text = dumps(describe(root, scope.ranks, self._mode))
-        digests = ask(scope.scope, "the units and parameters of the model", text)
-        if digests is None:
-            return
-        # One rank per variant sends its description.
-        tells = {ranks[0] for ranks in variants(digests).values()}
-        told = tell(scope.scope, "units and parameters in full", text if scope.scope.rank in tells else "")
-        texts = {digests[rank]: told[rank] for rank in tells}
-        difference = first_difference(read({rank: texts[digest] for rank, digest in digests.items()}))
-        assert difference is not None
-        raise RanksDisagree(difference.text, what=difference.what, by_rank=difference.by_rank)
 
-    def _differing_buffers(self, scope: _OnMesh) -> list[Drift]:
-        return differing(scope.scope, "buffer", buffers_on(self._root.units[0].module, scope.ranks))
+def refuse_other_structure(root: AnyRoot, peers: Peers, mode: str) -> None:
+    """Compare the structure, before any connection or message. `mode`: what ranks compare. Raises `RanksDisagree` on
+    all ranks of a mesh."""
+    peers.meet()
+    _for_each_mesh(root, peers, partial(_refuse_other_structure, mode))
 
-    def _refuse_other_buffers(self, root: AnyRoot, scope: _OnMesh) -> None:
-        found = self._differing_buffers(scope)
-        buffers = buffers_on(root.units[0].module, scope.ranks)
-        refused = [one for one in found if buffers[one.name].is_floating_point() or buffers[one.name].is_complex()]
-        if refused:
-            raise RanksDisagree(
-                f"{shown(refused)}: expected the same values of a buffer on every rank, found others; call "
-                f"torch.manual_seed with the same number on all ranks before the model is built, or "
-                f"fullshard.sync_module_states(model, buffers_only=True) (FULLSHARD_GUARD=structure: do not compare "
-                f"values)",
-                what=f"{refused[0].name} initial values",
-            )
-        self._warn_of(scope, found, "from the beginning")
 
-    def _warn_of(self, scope: _OnMesh, found: Sequence[Drift], when: str) -> None:
-        if found:
-            self._looks = [looks for looks in self._looks if looks.on is not scope]
-            warnings.warn(
-                f"buffers differ between ranks {when}: {shown(found)}. If they should be equal, use SyncBatchNorm "
-                f"instead of BatchNorm, or call fullshard.sync_module_states(model, buffers_only=True) before "
-                f"evaluation and before a checkpoint; fullshard.find_drift(model) checks again",
-                stacklevel=2,
-            )
+def refuse_other_values(root: AnyRoot, peers: Peers) -> set[object]:
+    """Compare initial values and buffers, in the first forward. Raises `RanksDisagree` on all ranks of a mesh. Returns
+    the meshes, by their ranks, on which it warned of buffers."""
+    _for_each_mesh(root, peers, _refuse_other_values)
+    warned = _for_each_mesh(root, peers, _refuse_other_buffers)
+    for unit in root.units:
+        for param in unit.params:
+            param.initial = None
+    return {ranks for ranks, has_warned in warned.items() if has_warned}
+
+
+def _refuse_other_structure(mode: str, root: AnyRoot, on: _OnMesh) -> None:
+    text = dumps(describe(root, on.ranks, mode))
+    digests = ask(on.scope, "the units and parameters of the model", text)
+    if digests is None:
+        return
+    # One rank per variant sends its description.
+    tells = {ranks[0] for ranks in variants(digests).values()}
+    found = tell(on.scope, "units and parameters in full", text if on.scope.rank in tells else "")
+    texts = {digests[rank]: found[rank] for rank in tells}
+    difference = first_difference(read({rank: texts[digest] for rank, digest in digests.items()}))
+    assert difference is not None
+    raise RanksDisagree(difference.text, what=difference.what, by_rank=difference.by_rank)
+
+
+def _refuse_other_buffers(root: AnyRoot, on: _OnMesh) -> bool:
+    """Returns whether it warned."""
+    buffers = buffers_on(root.units[0].module, on.ranks)
+    found = differing(on.scope, "buffer", buffers)
+    refused = [one for one in found if buffers[one.name].is_floating_point() or buffers[one.name].is_complex()]
+    if refused:
+        raise RanksDisagree(
+            f"{shown(refused)}: expected the same values of a buffer on every rank, found others; call "
+            f"torch.manual_seed with the same number on all ranks before the model is built, or "
+            f"fullshard.sync_module_states(model, buffers_only=True) (FULLSHARD_GUARD=structure: do not compare "
+            f"values)",
+            what=f"{refused[0].name} initial values",
+        )
+    if found:
+        warn_of_buffers(found, "from the beginning")
+    return bool(found)
+
+
+def warn_of_buffers(found: Sequence[Drift], when: str) -> None:
+    """Warn of buffers that differ between ranks."""
+    warnings.warn(
+        f"buffers differ between ranks {when}: {shown(found)}. If they should be equal, use SyncBatchNorm instead of "
+        f"BatchNorm, or call fullshard.sync_module_states(model, buffers_only=True) before evaluation and before a "
+        f"checkpoint; fullshard.find_drift(model) checks again",
+        stacklevel=2,
+    )
 
 
 def _refuse_other_values(root: AnyRoot, scope: _OnMesh) -> None:

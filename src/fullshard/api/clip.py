@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
 from .._torch import cut_dim, local_of
-from ..agree.step_facts import note_clip, note_unscale
+from ..agree.calls import note_clip, note_unscale
 from ..comm import all_reduce_over
 from ..engine.stages import Stages
 from ..engine.state_dict import refuse_replaced

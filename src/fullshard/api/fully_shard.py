@@ -16,8 +16,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from .._torch import TorchFSDPModule, concatenated_mesh, flattened_axes, published_state
 from ..agree import accompany, loaded
-from ..agree.order import own_parameters
-from ..agree.step_facts import ignored_names
+from ..agree.calls import own_parameters
+from ..agree.structure import ignored_names
 from ..comm import attend, block_of, mesh_links
 from ..engine import Part, Unit, unit_of
 from ..engine.hooks import UnitHooks, hooks_of

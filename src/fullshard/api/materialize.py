@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from ..agree.ledger import TENSOR, dumps, first_difference, read, stated
+from ..agree.differences import first_difference
+from ..agree.ledger import TENSOR, dumps, read, stated
 from ..agree.structure import Drift as Drift
 from ..agree.structure import find_drift as _find_drift
 from ..agree.structure import ranks_of

@@ -11,7 +11,6 @@ from .choice import Nodes as Nodes
 from .choice import direct_of as direct_of
 from .choice import reduce_channel as reduce_channel
 from .comparison import Comparison as Comparison
-from .comparison import Digits as Digits
 from .comparison import HostCopy as HostCopy
 from .data_group import DataGroup as DataGroup
 from .data_group import Sent as Sent

@@ -45,51 +45,44 @@ class HostCopy:
         return [bool(flag) for flag in self._host.view(-1).unbind()]
 
 
-class Digits:
-    """One digest as message elements; cached, because a digest often stays the same from step to step."""
+class Comparison:
+    """One digest that travels with one reduction on `device`. `shared`: a digest of values equal among this rank's
+    replicas only; 0 without replicas. `rows`: a cache of the digest as message elements, by dtype, because a digest
+    often stays the same from step to step."""
 
-    def __init__(self, digest: int, device: torch.device) -> None:
+    def __init__(self, digest: int, device: torch.device, shared: int, rows: dict[torch.dtype, Tensor]) -> None:
         if digest & 1 or not 0 <= digest < 1 << 64:
             raise ValueError(f"digest: expected 64 bits of which the lowest is 0, found {digest:#x}")
-        self.digest, self.device = digest, device
-        self._by_dtype: dict[torch.dtype, Tensor] = {}
-
-    def of(self, dtype: torch.dtype) -> Tensor:
-        """(FACTS_NUMEL,) in `dtype`."""
-        found = self._by_dtype.get(dtype)
-        if found is None:
-            values = list(self.digest.to_bytes(FACTS_NUMEL, "little"))
-            with torch.inference_mode(False):
-                found = self._by_dtype[dtype] = brought(values, dtype, self.device)
-        return found
-
-
-class Comparison:
-    """One digest that travels with one reduction. `shared`: a digest of values equal among this rank's replicas only;
-    0 without replicas."""
-
-    def __init__(self, digits: Digits, shared: int = 0) -> None:
-        self._digits = digits
-        self._shared = shared
-        # On a CPU a bool; on a device a tensor once something was compared.
+        self._digest, self._device, self._shared, self._rows = digest, device, shared, rows
+        # Whether ranks differ; on a device a tensor once something was compared.
         self._differs: bool | Tensor = False
         self._work: Work | None = None
         self._extremes: Tensor | None = None
         self._landed: HostCopy | None = None
+        # Whether `differs` answers without waiting.
+        self.is_here = True
+
+    def _row(self, dtype: torch.dtype) -> Tensor:
+        """Returns the digest as (FACTS_NUMEL,) in `dtype`."""
+        found = self._rows.get(dtype)
+        if found is None:
+            values = list(self._digest.to_bytes(FACTS_NUMEL, "little"))
+            with torch.inference_mode(False):
+                found = self._rows[dtype] = brought(values, dtype, self._device)
+        return found
 
     def write(self, rows: Tensor) -> None:
         """Write the digest, or the mark of a difference found before, into `rows` (n, FACTS_NUMEL) of the message."""
-        digits = self._digits.of(rows.dtype)
         if isinstance(self._differs, Tensor):
-            digits = torch.where(self._differs, 255.0, digits)
+            rows.copy_(torch.where(self._differs, 255.0, self._row(rows.dtype)))
         elif self._differs:
             rows.fill_(255.0)
-            return
-        rows.copy_(digits)
+        else:
+            rows.copy_(self._row(rows.dtype))
 
     def met(self, rows: Tensor) -> None:
         """Compare with the received `rows` (n, FACTS_NUMEL)."""
-        own = self._digits.of(rows.dtype)
+        own = self._row(rows.dtype)
         if rows.device.type == "cpu":
             self._differs = bool(self._differs) or not torch.equal(rows, own.expand_as(rows))
             return
@@ -98,9 +91,21 @@ class Comparison:
 
     def ask_sharers(self, shard: ShardGroup) -> None:
         """All-reduce the extremes over the shard ranks: the backend sums gradients, so no rank sees others' chunks."""
-        half = _signed(self._digits.digest)
-        self._extremes = brought([half, ~half], torch.int64, self._digits.device)
-        self._work = shard.all_reduce(self._extremes, dist.ReduceOp.MAX)
+        self._ask(shard, [self._digest])
+
+    def ask_replicas(self, replicate: ShardGroup) -> None:
+        """All-reduce the extremes over the replicas; the shard ranks compared before."""
+        self._ask(replicate, [self._digest, self._shared])
+
+    def _ask(self, group: ShardGroup, digests: list[int]) -> None:
+        halves = list(map(_signed, digests))
+        values = brought([*halves, *(~half for half in halves)], torch.int64, self._device)
+        if isinstance(self._differs, Tensor):
+            values = torch.where(self._differs, _MOST, values)
+        elif self._differs:
+            values.fill_(_MOST)
+        self._extremes = values
+        self._work = group.all_reduce(values, dist.ReduceOp.MAX)
 
     def answered(self) -> None:
         """Wait for the extremes and compare them."""
@@ -114,22 +119,12 @@ class Comparison:
             found = greatest.ne(least.bitwise_not()).any()
             self._differs = found if found.device.type != "cpu" else bool(found)
 
-    def ask_replicas(self, replicate: ShardGroup) -> None:
-        """All-reduce the extremes over the replicas; the shard ranks compared before."""
-        halves = [_signed(self._digits.digest), _signed(self._shared)]
-        values = brought([*halves, *(~half for half in halves)], torch.int64, self._digits.device)
-        if isinstance(self._differs, Tensor):
-            values = torch.where(self._differs, _MOST, values)
-        elif self._differs:
-            values.fill_(_MOST)
-        self._extremes = values
-        self._work = replicate.all_reduce(values, dist.ReduceOp.MAX)
-
     def arrive(self) -> None:
         """After the reduction arrived: start copying the result to the host."""
-        self.answered()
+        if self._extremes is not None:
+            self.answered()
         if isinstance(self._differs, Tensor):
-            self._landed = HostCopy(self._differs)
+            self._landed, self.is_here = HostCopy(self._differs), False
 
     def abandon(self) -> None:
         """Wait for its own message, if any, and discard it."""
@@ -137,15 +132,10 @@ class Comparison:
         if work is not None:
             drain(work)
 
-    @property
-    def is_here(self) -> bool:
-        """Whether `differs` answers without waiting."""
-        return self._landed is None
-
     def differs(self) -> bool:
         """Whether some rank has another digest. Call it after `arrive`; on a device, one step later."""
         if self._landed is not None:
-            self._differs, self._landed = self._landed.flags()[0], None
+            self._differs, self._landed, self.is_here = self._landed.flags()[0], None, True
         return bool(self._differs)
 
 
