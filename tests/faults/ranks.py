@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import faulthandler
 import logging
 import os
 import pickle
-import signal
 import sys
 import tempfile
 import time
@@ -29,7 +27,6 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
-from fullshard.peers.watch import _end as say_the_end
 from tests.faults.cases import GROUP_SECONDS
 from tests.harness import forked
 
@@ -121,24 +118,14 @@ class Meeting:
     hosted: bool
 
     def begin(self, rank: int, world: int, folder: Path) -> None:
-        store = self._own(rank, folder) if self.hosted else self._at(self.port)
+        store: dist.Store
+        if self.hosted:
+            store = forked.store_of_rank_0(rank, folder)
+        else:
+            store = dist.TCPStore("127.0.0.1", self.port, is_master=False, wait_for_workers=False)
         limit = timedelta(seconds=self.seconds)
         meeting = dist.PrefixStore(self.prefix, store)
         dist.init_process_group("gloo", store=meeting, rank=rank, world_size=world, timeout=limit)
-
-    def _at(self, port: int) -> dist.TCPStore:
-        return dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
-
-    def _own(self, rank: int, folder: Path) -> dist.TCPStore:
-        told = folder / "port"
-        if rank == 0:
-            store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-            (folder / "port.new").write_text(str(store.port))
-            (folder / "port.new").rename(told)
-            return store
-        while not told.exists():
-            time.sleep(0.005)
-        return self._at(int(told.read_text()))
 
 
 def run_ranks(
@@ -180,14 +167,7 @@ def _rank_main(
     meeting: Meeting | None,
     environment: tuple[tuple[str, str], ...],
 ) -> None:
-    atexit._clear()  # those of the parent: the pool's would end its processes
-    atexit.register(say_the_end)
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    _write_output_to(folder / f"output{rank}")
-    stacks = open(folder / f"stacks{rank}", "w")
-    faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True, chain=False)
+    forked.as_a_program(folder / f"output{rank}")
     forked.prepare()
     os.environ.update(environment)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank))
@@ -222,16 +202,6 @@ def _rank_main(
     os._exit(1 if error else 0)
 
 
-def _write_output_to(path: Path) -> None:
-    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-    os.dup2(file, 1)
-    os.dup2(file, 2)
-    os.close(file)
-    sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
-    sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
-    sys.__stdout__, sys.__stderr__ = sys.stdout, sys.stderr
-
-
 def _collect(ranks: list[tuple[int, Connection]], folder: Path, limit: float, deaths: tuple[int, ...]) -> list[Report]:
     reports: dict[int, Report] = {}
     waiting = {conn: rank for rank, (_, conn) in enumerate(ranks)}
@@ -247,14 +217,13 @@ def _collect(ranks: list[tuple[int, Connection]], folder: Path, limit: float, de
                 reports[rank] = Report(rank, "died", code=os.waitstatus_to_exitcode(status))
     hung = set(waiting.values())
     for rank in hung:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(ranks[rank][0], signal.SIGUSR1)
+        forked.stacks(ranks[rank][0])
     if hung:
         time.sleep(0.3)
     for rank in hung:
-        reports[rank] = Report(rank, "hung", output=_read(folder / f"stacks{rank}"))
+        reports[rank] = Report(rank, "hung")
     for rank, report in reports.items():
-        report.output = (report.output + _read(folder / f"output{rank}"))[-6000:]
+        report.output = _read(folder / f"output{rank}")[-6000:]
         lines = _read(folder / f"strikes{rank}").split("\n")
         report.strikes = [(float(line.split()[0]), int(line.split()[1])) for line in lines if line]
     return [reports[rank] for rank in range(len(ranks))]

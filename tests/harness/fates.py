@@ -13,26 +13,21 @@ import atexit
 import contextlib
 import os
 import pickle
-import signal
 import sys
 import tempfile
 import time
 import traceback
-import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
-from fullshard.checkpoint import background
 from fullshard.peers import watch
-from tests.harness.installed import clear_sharding_cache
+from tests.harness import forked
 
 
 @dataclass(frozen=True)
@@ -64,7 +59,8 @@ def run_fates(
     "simulated", gloo for the host."""
     with tempfile.TemporaryDirectory(prefix="fullshard-fates-") as folder:
         place, given = Path(folder), environment or {}
-        ranks = [_fork(rank, world, fn, args, place, limit, given, stays, backend) for rank in range(world)]
+        call = (world, fn, args, place, limit, given, stays, backend)
+        ranks = [forked.fork(_rank_main, rank, *call) for rank in range(world)]
         told: dict[int, Told] = {}
         waiting = {conn: rank for rank, (_, conn) in enumerate(ranks)}
         deadline = time.monotonic() + timeout
@@ -78,42 +74,15 @@ def run_fates(
             with contextlib.suppress(OSError):
                 conn.send_bytes(b"all have answered")
             if conn in waiting:
-                _stacks(pid)
+                forked.stacks(pid)
         found = []
         for rank, (pid, conn) in enumerate(ranks):
-            code = _end(pid, 0.5 if conn in waiting else 10.0)
+            code = forked.end(pid, 0.5 if conn in waiting else 10.0)
             conn.close()
             output = Path(folder, f"output{rank}").read_text(errors="replace")[-6000:]
             one = told.get(rank, Told())
             found.append(Told(one.value, one.kinds, one.text, one.seconds, code, output))
         return found
-
-
-def _fork(
-    rank: int,
-    world: int,
-    fn: Callable[..., Any],
-    args: tuple[Any, ...],
-    folder: Path,
-    limit: float,
-    environment: Mapping[str, str],
-    stays: bool,
-    backend: str,
-) -> tuple[int, Connection]:
-    ours, theirs = Pipe()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
-        pid = os.fork()
-    if pid:
-        theirs.close()
-        return pid, ours
-    ours.close()
-    try:
-        _rank_main(theirs, rank, world, fn, args, folder, limit, environment, stays, backend)
-    finally:
-        os._exit(70)
 
 
 def _rank_main(
@@ -128,27 +97,12 @@ def _rank_main(
     stays: bool,
     backend: str,
 ) -> None:
-    import faulthandler
-
-    atexit._clear()
-    atexit.register(watch_module()._end)
-    atexit.register(background._at_exit)
-    file = os.open(folder / f"output{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-    os.dup2(file, 1)
-    os.dup2(file, 2)
-    sys.stdout = sys.__stdout__ = os.fdopen(1, "w", buffering=1, closefd=False)
-    sys.stderr = sys.__stderr__ = os.fdopen(2, "w", buffering=1, closefd=False)
-    faulthandler.register(signal.SIGUSR1, file=sys.stderr, all_threads=True, chain=False)
-    for number in (signal.SIGALRM, signal.SIGTERM):
-        signal.signal(number, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    forked.as_a_program(folder / f"output{rank}")
+    forked.prepare()
     os.environ.update(environment)
-    torch.set_num_threads(1)
-    clear_sharding_cache()
     begun, told = time.monotonic(), Told()
     try:
-        store = _store(rank, folder)
+        store = forked.store_of_rank_0(rank, folder)
         if backend == "nccl":
             from tests.harness import nccl
 
@@ -185,35 +139,3 @@ def _texts(error: BaseException | None) -> str:
         texts.append(f"{type(error).__name__}: {error}")
         error = error.__cause__
     return "\n".join(texts)
-
-
-def _store(rank: int, folder: Path) -> dist.Store:
-    """Served by rank 0, as without a launcher that has one."""
-    port = folder / "port"
-    if rank == 0:
-        served = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        (folder / "port.new").write_text(str(served.port))
-        os.rename(folder / "port.new", port)
-        return served
-    while not port.exists():
-        time.sleep(0.005)
-    return dist.TCPStore("127.0.0.1", int(port.read_text()), is_master=False, wait_for_workers=False)
-
-
-def _stacks(pid: int) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, signal.SIGCONT)
-        os.kill(pid, signal.SIGUSR1)
-
-
-def _end(pid: int, seconds: float) -> int:
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        done, status = os.waitpid(pid, os.WNOHANG)
-        if done:
-            return os.waitstatus_to_exitcode(status)
-        time.sleep(0.005)
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, signal.SIGKILL)
-    os.waitpid(pid, 0)
-    return 999

@@ -5,12 +5,15 @@ asynchronous, tensors that no other rank can reach, sockets. A fork sees the obj
 does not see what a fork does to them: a test that gathers facts in a list of its own has to return them from its ranks.
 That is dearer than threads and than the pool, so it is for `make test-full` and for docs/compatibility.md.
 
-`fork`, `join` and `end` are what all forks of tests are made of (killed.py, tests/faults/ranks.py).
+`fork`, `join`, `as_a_program`, `store_of_rank_0` and `end` are what all forks of tests are made of (fates.py,
+killed.py, tests/faults/ranks.py).
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import faulthandler
 import os
 import pickle
 import signal
@@ -23,12 +26,15 @@ from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from fullshard.checkpoint import background
+from fullshard.peers import watch
 from tests.harness import collecting
 from tests.harness.errors import RankReport, RanksFailed
 from tests.harness.installed import clear_sharding_cache
@@ -110,16 +116,59 @@ def prepare() -> None:
     clear_sharding_cache()
 
 
-def end(pid: int, seconds: float = 2.0) -> None:
-    """Wait a little for this child, then end it. It may be stopped, or ended and collected long ago."""
+def as_a_program(output: Path) -> None:
+    """In a child: as if the process began here. What runs at its end is the library's alone (that of the parent would
+    end the pool's processes), signals do what they do by default, it writes into `output`, and SIGUSR1 writes all
+    stacks there."""
+    atexit._clear()
+    atexit.register(sys.modules[watch.__module__]._end)  # type: ignore[attr-defined]
+    atexit.register(background._at_exit)
+    for number in (signal.SIGALRM, signal.SIGTERM):
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    os.close(file)
+    sys.stdout = sys.__stdout__ = os.fdopen(1, "w", buffering=1, closefd=False)
+    sys.stderr = sys.__stderr__ = os.fdopen(2, "w", buffering=1, closefd=False)
+    faulthandler.register(signal.SIGUSR1, file=sys.stderr, all_threads=True, chain=False)
+
+
+def store_of_rank_0(rank: int, folder: Path) -> dist.Store:
+    """A store that rank 0 serves, as without a launcher that has one; the others find its port in `folder`."""
+    port = folder / "port"
+    if rank == 0:
+        served = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        (folder / "port.new").write_text(str(served.port))
+        (folder / "port.new").rename(port)
+        return served
+    while not port.exists():
+        time.sleep(0.005)
+    return dist.TCPStore("127.0.0.1", int(port.read_text()), is_master=False, wait_for_workers=False)
+
+
+def stacks(pid: int) -> None:
+    """Let a child that called `as_a_program`, and may be stopped, write its stacks."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGCONT)
+        os.kill(pid, signal.SIGUSR1)
+
+
+def end(pid: int, seconds: float = 2.0) -> int:
+    """Wait a little for this child, then end it. Returns its exit code, minus a signal's number; 999 if it had to be
+    ended. It may be stopped, or ended and collected long ago (0)."""
     deadline = time.monotonic() + seconds
     with contextlib.suppress(ChildProcessError, ProcessLookupError):
         while time.monotonic() < deadline:
-            if os.waitpid(pid, os.WNOHANG)[0]:
-                return
+            done, status = os.waitpid(pid, os.WNOHANG)
+            if done:
+                return os.waitstatus_to_exitcode(status)
             time.sleep(0.002)
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
+        return 999
+    return 0
 
 
 def _rank_main(
