@@ -352,10 +352,12 @@ class DataGroup:
 
     def _told_in_time(self, wait: Wait) -> Fault | None:
         watch, seconds = self.scope.watch, _CLOSED_SECONDS
+        # Without the store, which the process that is gone may have served, the watch ends this wait.
         with suppress(RuntimeError):
             if not watch.records.is_one_machine():
                 # Only missing signs of life show that a process on another machine is gone.
                 seconds = max(seconds, watch.settings.beat_seconds + 2)
+        with suppress(RuntimeError):
             end = time.monotonic() + seconds
             wait_until(lambda: wait.fault is not None or time.monotonic() > end, wait)
         return wait.fault
