@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 import fullshard
 from fullshard import checkpoint
-from fullshard.checkpoint import CheckpointMismatch
+from fullshard.checkpoint import CheckpointMismatch, resident
 from tests.harness.behaviours import behaviour
 from tests.harness.models import seeded
 from tests.harness.threads import run_ranks
@@ -226,8 +226,14 @@ def tensors() -> dict[str, Tensor]:
 PLACEMENTS: list[list[Placement]] = [[Shard(0)], [Shard(1)], [Replicate()]]
 
 
-@pytest.mark.parametrize(("a", "b"), [(3, 4), (4, 2)])
-def test_tensors_of_every_kind_in_any_placement(a: int, b: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("a", "b", "locked"), [(3, 4, True), (4, 2, False)])
+def test_tensors_of_every_kind_in_any_placement(
+    a: int, b: int, locked: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`locked`: whether a load may lock the pages of files, or reads into memory of its own."""
+    if not locked:
+        monkeypatch.setattr(resident, "_LOCAL", frozenset())
+
     def placed(values: dict[str, Tensor], turn: int) -> State:
         mesh = init_device_mesh("cpu", (dist.get_world_size(),))
         choices = [PLACEMENTS[(i + turn) % 3] for i in range(len(values))]

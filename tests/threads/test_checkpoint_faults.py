@@ -21,7 +21,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from fullshard import checkpoint
-from fullshard.checkpoint import CheckpointBusy, CheckpointDamaged, CheckpointError, CheckpointIOError, loading
+from fullshard.checkpoint import (
+    CheckpointBusy,
+    CheckpointDamaged,
+    CheckpointError,
+    CheckpointIOError,
+    loading,
+    resident,
+)
 from fullshard.checkpoint.table import Table
 from tests.harness.behaviours import behaviour
 from tests.harness.threads import run_ranks
@@ -150,6 +157,11 @@ def test_every_call_that_the_system_refuses_while_saving(saved: Path) -> None:
     assert sorted(os.listdir(saved))[:2] == ["CURRENT", "LOCK"] and len(os.listdir(saved)) == 3
 
 
+def read_into_own_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where pages of files cannot be locked."""
+    monkeypatch.setattr(resident, "_LOCAL", frozenset())
+
+
 @behaviour(
     "a load that fails on one rank raises on all, and nothing was written",
     area="checkpoints",
@@ -157,12 +169,15 @@ def test_every_call_that_the_system_refuses_while_saving(saved: Path) -> None:
     reason="DCP leaves the model half loaded",
 )
 @pytest.mark.threads_only(reason="which call failed is seen in this process")
-def test_every_call_that_the_system_refuses_while_loading(saved: Path) -> None:
+@pytest.mark.parametrize("ranks", [(0, 1), (1,)], ids=["where the pages are", "own memory"])
+def test_every_call_that_the_system_refuses_while_loading(ranks: tuple[int, ...], saved: Path) -> None:
     points = 0
-    for rank in (0, 1):
+    for rank in ranks:
         for call in ("open", "fstat", "preadv", "close"):
             for at in range(40):
                 with pytest.MonkeyPatch.context() as monkeypatch:
+                    if len(ranks) == 1:
+                        read_into_own_memory(monkeypatch)
                     refusing = Refusing(monkeypatch, call, rank, at, errno.EIO)
                     errors = attempt(False, saved)
                 if not refusing.struck:
@@ -171,13 +186,14 @@ def test_every_call_that_the_system_refuses_while_loading(saved: Path) -> None:
                 failed = [error is not None for error in errors]
                 assert all(failed), f"{call} number {at} on rank {rank}: {errors}"
                 assert all(isinstance(error, CheckpointIOError) for error in errors), errors
-    assert points > 15
+    assert points > 7 * len(ranks)
     assert attempt(False, saved) == [None, None]
 
 
 @pytest.mark.threads_only(reason="what is refused is seen in this process")
 def test_no_memory_for_what_is_read_is_an_error_on_all_ranks(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     original = loading.staging
+    read_into_own_memory(monkeypatch)
 
     def refuse(wanted: Any) -> Any:
         if threading.current_thread().name == "rank 1":
@@ -433,15 +449,21 @@ def assert_refused(what: str, folder: Path) -> None:
     reason="of single flipped bits DCP loads 55 % as wrong values",
 )
 def test_damage_is_found(saved: Path, tmp_path: Path) -> None:
-    for what, folder in damaged_cases(saved, tmp_path, SEEDS):
-        assert_refused(what, folder)
+    for number, (what, folder) in enumerate(damaged_cases(saved, tmp_path, SEEDS)):
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            if number % 2:
+                read_into_own_memory(monkeypatch)
+            assert_refused(what, folder)
 
 
 @pytest.mark.slow
 @pytest.mark.hang_after(600)
 def test_much_damage_is_found(saved: Path, tmp_path: Path) -> None:
-    for what, folder in damaged_cases(saved, tmp_path, SEEDS_IN_FULL):
-        assert_refused(what, folder)
+    for number, (what, folder) in enumerate(damaged_cases(saved, tmp_path, SEEDS_IN_FULL)):
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            if number % 2:
+                read_into_own_memory(monkeypatch)
+            assert_refused(what, folder)
 
 
 def test_damage_that_one_rank_reads_is_raised_by_all(saved: Path) -> None:

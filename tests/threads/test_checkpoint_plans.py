@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from fullshard import checkpoint
 from fullshard._torch import strided_shard
 from fullshard.checkpoint import CheckpointDamaged, CheckpointError, CheckpointMismatch, save_plan, saving
+from fullshard.checkpoint.resident import NotResident
 from fullshard.checkpoint.save_plan import Own, Plan, Share
 from fullshard.comm.messages import Messenger
 from tests.harness.threads import run_ranks
@@ -385,11 +386,33 @@ def test_a_rank_reads_the_tables_of_its_own_parts_alone(tmp_path: Path, monkeypa
     assert len(proven) == 16
 
 
-def test_threads_read_files_side_by_side(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("locked", [True, False])
+@pytest.mark.threads_only(reason="which files are opened is seen in this process")
+def test_threads_read_files_side_by_side(locked: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each opens each of its files once, whether their pages may be locked or not."""
     run_ranks(WORLD, _save, "rows", tmp_path / "c")
-    monkeypatch.setattr("fullshard.checkpoint.loading.spare_cores", lambda world: 3)
-    for layout in ("plain", "columns"):
-        run_ranks(WORLD, _load, layout, tmp_path / "c")
+    from fullshard.checkpoint.reading import CheckpointReader
+
+    opened: list[str] = []
+    original = CheckpointReader._open_file
+
+    def opening(self: CheckpointReader, entry: Any) -> Any:
+        opened.append(entry.name)
+        return original(self, entry)
+
+    if not locked:
+        monkeypatch.setattr(CheckpointReader, "lend_each", _refuse_to_lend)
+    monkeypatch.setattr(CheckpointReader, "_open_file", opening)
+    for threads, most in ((1, WORLD), (3, WORLD + 2)):
+        monkeypatch.setattr("fullshard.checkpoint.loading.spare_cores", lambda world, threads=threads: threads)
+        for layout in ("plain", "columns"):
+            opened.clear()
+            run_ranks(WORLD, _load, layout, tmp_path / "c")
+            assert WORLD * WORLD <= len(opened) <= WORLD * most, (threads, layout)
+
+
+def _refuse_to_lend(*_: object) -> None:
+    raise NotResident("no pages are locked")
 
 
 def test_layouts_are_all_pairs() -> None:

@@ -1,5 +1,5 @@
-"""Loading: everything is read and checked in separate memory, all ranks agree, and only then is anything written.
-Every byte is compared with its checksum before use (reading.py)."""
+"""Loading: everything is read and checked where it is, or in separate memory; all ranks agree; and only then is
+anything written. Every byte is compared with its checksum before use (reading.py)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ from .errors import CheckpointMismatch
 from .files import doing
 from .manifest import TensorEntry, kind_of
 from .plan import KeyPath, key_of, matches
-from .reading import CheckpointReader, Progress
+from .reading import CheckpointReader, Copy, Progress
+from .resident import NotResident
 from .state import (
     Leaf,
     OpenState,
@@ -119,15 +120,18 @@ class LoadJob:
         self.path, self.messenger, self.options = os.path.abspath(path), messenger, options
         self.what = f"loading {self.path}"
         self._tree, self._wanted = Tree(), Request()
-        self._staged: list[Tensor] = []
+        self._copies: list[Copy] = []
 
     def run(self, state_dict: dict[str, Any]) -> None:
         """Write the stored state into `state_dict`. On an error nothing was written, on any rank."""
         found = agree(self.messenger, self.what, dict, self._read_pointer)
         pointer = Pointer(*found["pointer"])
         agree(self.messenger, self.what, lambda: self._match_all(state_dict, pointer), self._refuse_differences)
-        agree(self.messenger, self.what, lambda: self._read_all(pointer), lambda _: {})
-        write(self._tree, self._wanted, self._staged, self._manifest.save_id)
+        try:
+            agree(self.messenger, self.what, lambda: self._read_all(pointer), lambda _: {})
+            write(self._tree, self._wanted, self._copies, self._manifest.save_id)
+        finally:
+            self._copies = []  # and what is locked for them, also if the caller keeps an error
 
     def _read_pointer(self, _: Heard) -> Message:
         """On the first rank: all ranks read the same generation, whatever a saver does meanwhile."""
@@ -297,21 +301,33 @@ class LoadJob:
     # ---- reading -------------------------------------------------------------------------------------------
 
     def _read_all(self, pointer: Pointer) -> Message:
-        wanted = self._wanted.tensors
-        indices = [i for i in range(len(wanted)) if wanted[i][1].box is not None]
-        with doing(f"{self.what}: memory for what is read"):
-            memory = staging([(wanted[i][0].dtype, wanted[i][1].box.lengths) for i in indices])  # type: ignore[union-attr]
-        self._staged = [torch.empty(0)] * len(wanted)
-        for index, tensor in zip(indices, memory, strict=True):
-            self._staged[index] = tensor
-        requests = [(wanted[i][0], wanted[i][1].box, self._staged[i]) for i in indices]
+        threads, progress = spare_cores(self.messenger.world), self.options.progress
+        parts = [(entry, part) for entry, part in self._wanted.tensors if part.box is not None]
         with doing(self.what), open_folder(self.path) as folder:
             with CheckpointReader(folder.sub(pointer.generation), self._manifest) as data:
-                data.read_each(requests, spare_cores(self.messenger.world), self.options.progress)  # type: ignore[arg-type]
+                if not self._wanted.wrapped:
+                    with contextlib.suppress(NotResident):
+                        requests = [(entry, part.box, part.local) for entry, part in parts]
+                        self._copies = data.lend_each(requests, threads, progress)  # type: ignore[arg-type]
+                        return {}
+                staged = self._memory(parts)
+                requests = [(entry, part.box, made) for (entry, part), made in zip(parts, staged, strict=True)]
+                data.read_each(requests, threads, progress)  # type: ignore[arg-type]
+        by_index = iter(staged)
+        self._take([torch.empty(0) if part.box is None else next(by_index) for _, part in self._wanted.tensors])
+        return {}
+
+    def _memory(self, parts: Sequence[tuple[TensorEntry, Part]]) -> list[Tensor]:
+        with doing(f"{self.what}: memory for what is read"):
+            return staging([(entry.dtype, part.box.lengths) for entry, part in parts])  # type: ignore[union-attr]
+
+    def _take(self, staged: Sequence[Tensor]) -> None:
+        """What was read of each of the wanted tensors."""
         with doing(f"{self.what}: tensors of other classes"), torch.inference_mode(False), torch.no_grad():
             for one in self._wanted.wrapped:
-                self._wanted.new.append((one.state, one.name, one.item, one.make(self._staged)))
-        return {}
+                self._wanted.new.append((one.state, one.name, one.item, one.make(staged)))
+        parts = [part for _, part in self._wanted.tensors]
+        self._copies = [(p.local, read) for p, read in zip(parts, staged, strict=True) if p.local is not None]
 
 
 def asked_by_some(groups: Sequence[tuple[list[int], Message]]) -> dict[str, list[int]]:
@@ -347,12 +363,11 @@ def asked_by_some(groups: Sequence[tuple[list[int], Message]]) -> dict[str, list
     return {key: sorted(rank for number in by_key[key] for rank in groups[number][0]) for key in sorted(found)}
 
 
-def write(tree: Tree, wanted: Request, staged: Sequence[Tensor], source: str = "") -> None:
+def write(tree: Tree, wanted: Request, copies: Sequence[Copy], source: str = "") -> None:
     """Copy the read data to its destination; nothing here is expected to fail. `source`: the id of the save."""
     with torch.inference_mode(False), torch.no_grad():
-        for (_, part), tensor in zip(wanted.tensors, staged, strict=True):
-            if part.local is not None:
-                part.local.copy_(tensor)
+        for into, read in copies:
+            into.copy_(read)
     for leaf, value in wanted.values:
         leaf.put(value)
     for _, state in tree.open:

@@ -23,12 +23,15 @@ from .errors import CheckpointDamaged
 from .files import Buffer, Folder, ReadFile, doing
 from .manifest import MANIFEST_NAME, FileEntry, Manifest, TensorEntry, Value
 from .plan import Box, KeyPath, Take, takes, whole
+from .resident import ResidentFile
 from .safetensors import FilePart, name_of, save_id_of
 from .state import bytes_of, dtype_of, nested
 from .table import OldTable, Place, Table
 
 # Called with the bytes read so far, and those to read; from one thread at a time.
 Progress = Callable[[int, int], object]
+# A part of a tensor to be filled, and what to copy into it.
+Copy = tuple[Tensor, Tensor]
 # The limit of open files; a checkpoint of a large world has thousands.
 _MAX_OPEN = 64
 # The limit of the memory of tables, in bytes.
@@ -47,6 +50,7 @@ class _Wanted(NamedTuple):
     place: Place
     start: int  # in the part
     buffer: Buffer
+    nbytes: int  # that are wanted
     spare: int  # bytes of separate memory
     finish: Callable[[], object] | None
 
@@ -111,7 +115,33 @@ class CheckpointReader:
         progress: Progress | None = None,
     ) -> None:
         """Fill each tensor with the box of its entry, as `read`, with `threads` that read files side by side."""
-        total = sum(tensor.numel() * tensor.itemsize for _, _, tensor in requests)
+        self._each(requests, threads, progress, None)
+
+    def lend_each(
+        self,
+        requests: Sequence[tuple[TensorEntry, Box, Tensor]],
+        threads: int = 1,
+        progress: Progress | None = None,
+    ) -> list[Copy]:
+        """As `read_each`, but nothing is written to the tensors yet: returns what to copy into them, in any dtype. That
+        was checked, is in locked pages of the files until it is no longer referred to, and must not be written to.
+        Raises `NotResident` where that cannot be."""
+        copies: list[Copy] = []
+        try:
+            self._each(requests, threads, progress, copies)
+        except BaseException:
+            copies.clear()  # and their pages, whoever keeps the error
+            raise
+        return copies
+
+    def _each(
+        self,
+        requests: Sequence[tuple[TensorEntry, Box, Tensor]],
+        threads: int,
+        progress: Progress | None,
+        copies: list[Copy] | None,
+    ) -> None:
+        total = sum(box.numel * itemsize(entry.dtype) for entry, box, _ in requests)
         done = 0
 
         def advance(nbytes: int) -> None:
@@ -130,13 +160,20 @@ class CheckpointReader:
         shares = [share for share in _shares(parts, threads) if share]
         if len(shares) < 2:
             for share in shares:
-                self._read_share(self._opened, share, advance)
+                if copies is None:
+                    self._read_share(self._opened, share, advance, None)
+                else:
+                    self._read_alone(share, advance, copies)
             return
         with ThreadPoolExecutor(len(shares), "fullshard-load") as pool:
-            for done_one in [pool.submit(self._read_alone, share, advance) for share in shares]:
-                done_one.result()
+            futures = [pool.submit(self._read_alone, share, advance, copies) for share in shares]
+        try:
+            while futures:
+                futures.pop(0).result()
+        finally:
+            futures.clear()  # or an error that is kept would keep what all of them mapped
 
-    def _read_alone(self, share: Sequence[Any], advance: Callable[[int], None]) -> None:
+    def _read_alone(self, share: Sequence[Any], advance: Callable[[int], None], copies: list[Copy] | None) -> None:
         """Each thread opens its own files."""
         opened: dict[int, ReadFile] = {}
 
@@ -145,10 +182,12 @@ class CheckpointReader:
                 while opened:
                     opened.popitem()[1].close()
                 opened[number] = self._open_file(self.manifest.files[number])
+                if copies is not None:
+                    opened[number] = ResidentFile(opened[number])
             return opened[number]
 
         try:
-            self._read_share(file, share, advance)
+            self._read_share(file, share, advance, copies)
         finally:
             while opened:
                 opened.popitem()[1].close()
@@ -158,33 +197,67 @@ class CheckpointReader:
         file: Callable[[int], ReadFile],
         share: Sequence[tuple[int, TensorEntry, Box, Box, Tensor]],
         advance: Callable[[int], None],
+        copies: list[Copy] | None,
     ) -> None:
         """Read what is wanted of parts, in the order of files."""
         waiting, spare = list[_Wanted](), 0
-        for number, entry, box, part, made in share:
-            one = self._wanted(file, number, entry, box, part, made)
-            if waiting and (waiting[0].file != number or spare + one.spare > _SPARE_NBYTES):
+        try:
+            for number, entry, box, part, made in share:
+                # Before the next file is opened, and this one closed.
+                if waiting and (waiting[0].file != number or spare > _SPARE_NBYTES):
+                    self._read_file(file(waiting[0].file), waiting, advance)
+                    waiting, spare = [], 0
+                waiting.append(self._wanted(file, number, entry, box, part, made, copies))
+                spare += waiting[-1].spare
+            if waiting:
                 self._read_file(file(waiting[0].file), waiting, advance)
-                waiting, spare = [], 0
-            waiting.append(one)
-            spare += one.spare
-        if waiting:
-            self._read_file(file(waiting[0].file), waiting, advance)
+        finally:
+            waiting.clear()
 
     def _wanted(
-        self, file: Callable[[int], ReadFile], number: int, entry: TensorEntry, box: Box, part: Box, made: Tensor
+        self,
+        file: Callable[[int], ReadFile],
+        number: int,
+        entry: TensorEntry,
+        box: Box,
+        part: Box,
+        made: Tensor,
+        copies: list[Copy] | None,
     ) -> _Wanted:
         (take,) = takes(box, [part])
         place = self._place(file, number, entry, part)
         region = made
         for dim, (start, length) in enumerate(zip(take.target, take.lengths, strict=True)):
             region = region.narrow(dim, start, length)
-        start = take.first * made.itemsize
+        size = itemsize(entry.dtype)
+        start, nbytes = take.first * size, region.numel() * size
+        if copies is not None:
+            return self._lent(file(number), number, entry, place, take, region, copies)
         if take.contiguous and region.is_contiguous():
-            return _Wanted(number, entry.key, place, start, bytes_of(region), 0, None)
+            return _Wanted(number, entry.key, place, start, bytes_of(region), nbytes, 0, None)
         held = torch.empty(take.stop - take.first, dtype=made.dtype)
         finish = partial(_copy, region, held, take)
-        return _Wanted(number, entry.key, place, start, bytes_of(held), held.numel() * held.itemsize, finish)
+        return _Wanted(number, entry.key, place, start, bytes_of(held), nbytes, held.numel() * size, finish)
+
+    def _lent(
+        self,
+        file: ReadFile,
+        number: int,
+        entry: TensorEntry,
+        place: Place,
+        take: Take,
+        region: Tensor,
+        copies: list[Copy],
+    ) -> _Wanted:
+        """Whole blocks of a file's own pages."""
+        assert isinstance(file, ResidentFile)
+        size, block = itemsize(entry.dtype), self.manifest.block_nbytes
+        start, stop = take.first * size, take.stop * size
+        held = torch.frombuffer(file.at(place.start + start, stop - start), dtype=torch.uint8)
+        first, last = start // block * block, min(-(-stop // block) * block, place.nbytes)
+        buffer = file.at(place.start + first, last - first)
+        finish = partial(_lend, copies, region, held, take, dtype_of(entry.dtype))
+        return _Wanted(number, entry.key, place, first, buffer, region.numel() * size, 0, finish)
 
     def _read_file(self, file: ReadFile, wanted: Sequence[_Wanted], advance: Callable[[int], None]) -> None:
         """Read ranges of one file: neighbours in one call, and then compare each block with its checksum. Checksums
@@ -199,7 +272,7 @@ class CheckpointReader:
         for one in wanted:
             if one.finish is not None:
                 one.finish()
-        advance(sum(len(one.buffer) for one in wanted))
+        advance(sum(one.nbytes for one in wanted))
 
     # ---- files ---------------------------------------------------------------------------------------------
 
@@ -348,6 +421,13 @@ class CheckpointReader:
 def _copy(region: Tensor, held: Tensor, take: Take) -> None:
     """Copy what is wanted of what was read."""
     region.copy_(held.as_strided(take.lengths, take.strides))
+
+
+def _lend(copies: list[Copy], region: Tensor, held: Tensor, take: Take, dtype: torch.dtype) -> None:
+    """Add the copy of what is wanted of bytes that were read."""
+    if held.data_ptr() % dtype.itemsize:
+        held = held.clone()  # of a file whose parts are not aligned, which no save writes
+    copies.append((region, held.view(dtype).as_strided(take.lengths, take.strides)))
 
 
 class _Block(NamedTuple):

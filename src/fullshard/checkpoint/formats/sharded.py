@@ -76,7 +76,7 @@ class _ImportJob(LoadJob):
     def run(self, state_dict: dict[str, Any]) -> None:
         agree(self.messenger, self.what, lambda: self._match_source(state_dict), self._refuse_differences)
         agree(self.messenger, self.what, self._read_parts, lambda _: {})
-        write(self._tree, self._wanted, self._staged)
+        write(self._tree, self._wanted, self._copies)
 
     def _match_source(self, state_dict: dict[str, Any]) -> Message:
         source = self._source
@@ -102,10 +102,12 @@ class _ImportJob(LoadJob):
         return found
 
     def _read_parts(self) -> Message:
-        self._staged = [
-            torch.empty(0) if part.box is None else self._source.read(entry.key, part.box)
-            for entry, part in self._wanted.tensors
-        ]
+        self._take(
+            [
+                torch.empty(0) if part.box is None else self._source.read(entry.key, part.box)
+                for entry, part in self._wanted.tensors
+            ]
+        )
         return {}
 
 
