@@ -19,10 +19,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from fullshard import checkpoint
+from fullshard.checkpoint.upgrade import upgrade
+from fullshard.cli import main
 from fullshard.comm import messenger
 from tests.harness.behaviours import behaviour
 from tests.harness.killed import DONE, RAISED, Kill, operations, run_killed
 
+# In schema 1, by two ranks.
+OLD = Path(__file__).parents[1] / "data" / "checkpoints_0.2.0" / "2-ranks" / "checkpoint"
 SHAPE = (5, 3)  # uneven on 2 ranks, one rank without rows on 4
 
 # Points that each test has at least, which `tests/pure/test_checkpoint_counts.py` adds up; how many there are is
@@ -242,3 +246,60 @@ def test_a_save_that_links_killed_before_an_operation(every: int, tmp_path: Path
         checkpoint.load(state, checkpoint_id=folder / "2")
         assert state["model"][1].weight.eq(3).all() and state["model"][0].weight.eq(1).all()
     assert not found[0] and found == sorted(found)
+
+
+def _upgrading(*paths: Path) -> Any:
+    def fn(rank: int) -> None:
+        assert main(["checkpoint", "upgrade", *map(str, paths), "--json"]) == 0
+
+    return fn
+
+
+def _loads(folder: Path, expected: dict[str, torch.Tensor]) -> int:
+    """Every byte is checked, and every tensor is the saved one. Returns the schema."""
+    schema = checkpoint.verify(folder).schema
+    with checkpoint.open_checkpoint(folder) as opened:
+        assert opened.manifest.tensors.keys() == expected.keys()
+        assert all(torch.equal(opened.tensor(key), value) for key, value in expected.items())
+    return schema
+
+
+@behaviour(
+    "an upgrade of a checkpoint killed before any file operation: the old one is whole or the new one is",
+    area="checkpoints",
+    torch="none",
+    reason="DCP converts nothing in place",
+)
+@pytest.mark.hang_after(600)
+@pytest.mark.parametrize("every", [5, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_an_upgrade_killed_before_an_operation(elsewhere: bool, every: int, tmp_path: Path) -> None:
+    """By the command; and the command again ends it, in place or elsewhere."""
+    before, folder, other = tmp_path / "before", tmp_path / "c", tmp_path / "other"
+    shutil.copytree(OLD, before)
+    paths = (folder, other) if elsewhere else (folder,)
+    with checkpoint.open_checkpoint(before) as opened:
+        expected = {key: opened.tensor(key) for key in opened.manifest.tensors}
+    shutil.copytree(before, folder)
+    (count,) = operations(1, _upgrading(*paths))
+    assert count > 20
+    found = []
+    # From the last one back: the commit, of some operations, is met in each of its steps.
+    for number in sorted({*range(0, count, every), *range(count - 12, count)}):
+        shutil.rmtree(folder)
+        shutil.rmtree(other, ignore_errors=True)
+        shutil.copytree(before, folder)
+        assert run_killed(1, _upgrading(*paths), Kill(0, before=number)) == [-signal.SIGKILL]
+        old = _loads(folder, expected)
+        ended = checkpoint.is_complete(other) if elsewhere else old == 2
+        assert old == 1 or not elsewhere
+        found.append(ended)
+        if elsewhere and ended:
+            with pytest.raises(checkpoint.CheckpointMismatch, match="a place that is free"):
+                upgrade(folder, other)  # it is there
+        else:
+            assert main(["checkpoint", "upgrade", *map(str, paths)]) == 0
+        assert _loads(paths[-1], expected) == 2
+        names = sorted(os.listdir(paths[-1]))
+        assert names[:2] == ["CURRENT", "LOCK"] and len(names) == 3, names
+    assert not found[0] and found[-1] and found == sorted(found)

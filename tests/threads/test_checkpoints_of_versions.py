@@ -94,10 +94,19 @@ def test_upgraded_checkpoints_are_what_they_were(out: str | None, tmp_path: Path
 
 
 def test_an_upgrade_does_not_replace_what_is_there(tmp_path: Path) -> None:
+    """A file, a link, another checkpoint, someone's directory. What a killed upgrade left is none of these."""
     shutil.copytree(DATA / "checkpoints_0.1.0" / "1-rank" / "checkpoint", tmp_path / "c")
-    (tmp_path / "there").mkdir()
-    with pytest.raises(checkpoint.CheckpointMismatch, match="expected a place that is free"):
-        upgrade(tmp_path / "c", tmp_path / "there")
+    (tmp_path / "file").touch()
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "empty")
+    shutil.copytree(tmp_path / "c", tmp_path / "checkpoint")
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "notes.txt").touch()
+    for name in ("file", "link", "checkpoint", "notes"):
+        with pytest.raises(checkpoint.CheckpointMismatch, match="expected a place that is free"):
+            upgrade(tmp_path / "c", tmp_path / name)
+    assert upgrade(tmp_path / "c", tmp_path / "empty")
+    checkpoint.verify(tmp_path / "empty")
 
 
 def test_a_damaged_checkpoint_is_not_upgraded(tmp_path: Path) -> None:

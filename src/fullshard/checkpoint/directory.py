@@ -283,6 +283,21 @@ def _clear(folder: Folder, current: Pointer | None) -> None:
             remove_generation(folder, name)
 
 
+def clear_older(path: str) -> None:
+    """Remove the generations before the current one, which a killed save left. Nothing while another save is running,
+    which does it itself."""
+    with Folder.open(path) as folder, contextlib.suppress(CheckpointBusy):
+        if len([*generations(folder)]) < 2:
+            return
+        lock = folder.lock(LOCK_NAME)
+        try:
+            current = _readable_pointer(folder)
+            folder.sync()
+            _clear(folder, current)
+        finally:
+            _unlock(lock)
+
+
 def remove_generation(folder: Folder, name: str) -> None:
     """Remove the directory `name` with its plain files, the manifest first: an incomplete one is no generation. If it
     contains anything else, that and the directory stay. Links are not followed."""
@@ -294,6 +309,16 @@ def remove_generation(folder: Folder, name: str) -> None:
         left = bool(inner.names())
     if not left:
         folder.remove_folder(name)
+
+
+def is_free(path: str) -> bool:
+    """Whether a first save to `path` replaces nothing: nothing is there, or what a killed first save left."""
+    if not os.path.lexists(path):
+        return True
+    if os.path.islink(path) or not os.path.isdir(path):
+        return False
+    with Folder.open(path) as folder:
+        return set(folder.names()) <= {LOCK_NAME, NEXT_POINTER, *generations(folder)}
 
 
 def generations(folder: Folder) -> Iterator[str]:
