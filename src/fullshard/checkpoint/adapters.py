@@ -1,4 +1,4 @@
-"""What a checkpoint keeps of adapters that PEFT put into a model, so that one process can write their files later.
+"""The record of adapters that PEFT put into a model, kept so that one process can write their files later.
 
 A companion of the model's state, `fullshard_adapters.json`: PEFT's configuration of each adapter, and what was changed
 since on its layers. Weights are in the state under the names of the model, those of the base and of adapters together.
@@ -58,7 +58,7 @@ class Adapters(NamedTuple):
 
 
 def _plain_value(value: object) -> object:
-    """What PEFT's configurations have and JSON has not."""
+    """The JSON of an object that PEFT's configurations have and JSON has not."""
     if isinstance(value, (set, frozenset)):
         return sorted(value)
     raise TypeError(f"{type(value).__name__} is not JSON")
@@ -125,7 +125,7 @@ def given(path: Path) -> Adapters:
 
 
 def names_of_adapters(names: Iterable[str]) -> list[str]:
-    """Those of `names` by which a state is that of a model under PEFT: everything in a `PeftModel`, and modules that
+    """The ones of `names` by which a state is that of a model under PEFT: everything in a `PeftModel`, and modules that
     have their original and something else beside it.
 
     >>> names_of_adapters(["q.base_layer.weight", "q.lora_A.default.weight", "k.weight", "my.base_layer.weight"])

@@ -32,8 +32,8 @@ Message = dict[str, Any]
 
 
 class Said(NamedTuple):
-    """What one rank says: a message; numbers, which are added up over ranks modulo MODULUS; and records, which are put
-    one after another."""
+    """The contribution of one rank: a message; numbers, which are added up over ranks modulo MODULUS; and records,
+    which are put one after another."""
 
     message: Message
     numbers: tuple[int, ...] = ()
@@ -41,8 +41,8 @@ class Said(NamedTuple):
 
 
 class Heard(NamedTuple):
-    """What the first rank learns: each different message with its ranks, in the order of the first of them; the sums;
-    all records."""
+    """All contributions, as the first rank gets them: each different message with its ranks, in the order of the first
+    of them; the sums; all records."""
 
     groups: list[tuple[list[int], Message]]
     numbers: list[int]
@@ -147,7 +147,7 @@ class _Counted(NamedTuple):
 
 
 def summary(rank: int, digest: str, said: Said) -> bytes:
-    """What `rank` sends in a round: the digest of its text, its numbers and records."""
+    """The bytes that `rank` sends in a round: the digest of its text, its numbers and records."""
     return _Counted({digest: [[rank, rank]]}, list(said.numbers), said.records).to_bytes()
 
 

@@ -100,7 +100,7 @@ def async_save(
     """`save` in the background: the call returns when the state is copied to the host; a thread does the rest.
 
     Arguments and guarantees are those of `save`. The future's `result()` waits, and returns the directory of the
-    generation or raises the failure, the same on all ranks. A failure that nobody asked for is raised by the group's
+    generation or raises the failure, the same on all ranks. A failure that was not read is raised by the group's
     next save, by `wait()`, by `close()`, and at the end of the process, which then exits with status 1. The memory of
     the copy (pinned for a device) is kept for the next save; `close()` frees it.
 
@@ -338,7 +338,7 @@ def _retain(path: str, rule: Retained, dry_run: bool) -> list[str]:
 
 
 def _info(step: int, path: str) -> CheckpointInfo | None:
-    """What is in the directory `path`; None if no save of fullshard wrote there."""
+    """The facts of the checkpoint in the directory `path`; None if no save of fullshard wrote there."""
     try:
         with open_checkpoint(path) as found:
             manifest = found.manifest

@@ -1,7 +1,7 @@
 """Saves in the background: the state is copied before the call returns, and a thread does the rest.
 
 One save at a time per process group, and with `queue` one more that waits: the next save and the next load wait for it.
-A failure that nobody asked the future for is raised by the next save, by `wait`, by `close`, and at the end of the
+A failure that was not read from the future is raised by the next save, by `wait`, by `close`, and at the end of the
 process, which then exits with status 1.
 """
 
@@ -68,7 +68,7 @@ class SaveFuture(Future[str]):
         return self.done() and super().exception() is not None
 
     def unseen(self) -> BaseException | None:
-        """Wait, and return a failure that nobody has asked for; the next call returns None."""
+        """Wait, and return a failure that was not read yet; the next call returns None."""
         seen = self._seen
         error = self.exception()
         return None if seen else error
@@ -78,7 +78,7 @@ class Background:
     """The saves of one process group."""
 
     def __init__(self) -> None:
-        # Those whose failure was not looked for yet, oldest first: one, or two with a queue.
+        # The saves whose failure was not looked for yet, oldest first: one, or two with a queue.
         self._running: list[SaveFuture] = []
         # Memory of earlier copies that no save uses now.
         self._memory: list[StagingMemory] = []
@@ -213,7 +213,7 @@ def background(messenger: Messenger) -> Background:
 
 
 def close() -> None:
-    """Wait for all background saves and free their memory. Raises the first failure that nobody has seen."""
+    """Wait for all background saves and free their memory. Raises the first failure that was not read."""
     errors = []
     while _pending:
         error = _pending.pop(0).unseen()

@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
-# A message that lists thousands of keys helps nobody; `problems` has all of them.
+# A message that lists thousands of keys does not help; `problems` has all of them.
 _SHOWN = 50
 
 
@@ -40,7 +40,7 @@ class CheckpointDamaged(CheckpointError, ValueError):
 
 
 class CheckpointNotFound(FileNotFoundError, CheckpointError):
-    """There is no checkpoint: nothing is there, or only an unfinished save."""
+    """No checkpoint was found: nothing is at its path, or only an unfinished save."""
 
 
 # OSError comes first, because it takes the errno.
@@ -49,7 +49,7 @@ class CheckpointIOError(OSError, CheckpointError):
 
 
 class CheckpointBusy(CheckpointError):
-    """Another saver holds the lock of the directory, or moved its pointer in the meantime."""
+    """A second saver holds the lock of the directory, or moved its pointer in the meantime."""
 
 
 def io_error(error: OSError, doing: str) -> CheckpointIOError:

@@ -1,4 +1,4 @@
-"""What a save needs of the file system, compared with what there is before its first byte is written.
+"""The needs of a save, compared with what the file system has before its first byte is written.
 
 The first rank compares the sum of all ranks with the free space, the inodes and the quota of the directory, and the
 longest names with what the system takes; each rank its largest file with the limits of a file. One rank of each other
@@ -31,8 +31,8 @@ _PAUSE_SECONDS = 0.1
 
 
 class Need(NamedTuple):
-    """What a save writes, of all ranks together. `largest`: bytes of its largest file. `longest`: the longest path of a
-    file, from the directory of the checkpoint on."""
+    """The amount that a save of all ranks writes. `largest`: bytes of its largest file. `longest`: the longest path of
+    a file, from the directory of the checkpoint on."""
 
     nbytes: int
     num_files: int
@@ -41,7 +41,7 @@ class Need(NamedTuple):
 
 
 class Quota(NamedTuple):
-    """What is left of a quota: `whose` ("user 1000"); None where it has no limit."""
+    """The rest of a quota: `whose` ("user 1000"); None where it has no limit."""
 
     whose: str
     nbytes: int | None
@@ -49,7 +49,7 @@ class Quota(NamedTuple):
 
 
 class Room(NamedTuple):
-    """What a directory has; None where the file system does not tell."""
+    """The room that a directory has; None where the file system does not tell."""
 
     nbytes: int | None
     num_files: int | None
@@ -109,7 +109,7 @@ def refuse(path: str, found: Sequence[Problem]) -> None:
 
 
 def room_in(folder: Folder, file: str, largest: int) -> Room:
-    """What `folder` has. `file`: the name of a plain file in it, which is asked for the largest size, `largest`."""
+    """The room in `folder`. `file`: the name of a plain file in it, which is asked for the largest size, `largest`."""
     found = os.fstatvfs(folder.fd)
     reserved = os.geteuid() == 0  # root may use blocks that are reserved for it
     blocks, inodes = (found.f_bfree, found.f_ffree) if reserved else (found.f_bavail, found.f_favail)
@@ -188,7 +188,7 @@ def quotas_of(fd: int) -> tuple[Quota, ...]:
 
 
 def view() -> str:
-    """What this process sees of file systems: the same for processes of one host that see the same ones."""
+    """A name for the file systems that this process sees: the same for processes of one host that see the same ones."""
     try:
         return f"{host()} {os.readlink('/proc/self/ns/mnt')}"
     except OSError:

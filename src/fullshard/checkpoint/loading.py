@@ -62,7 +62,7 @@ class LoadOptions:
     allow_missing: Sequence[str] = ()
     # Keys of the checkpoint that the state may lack.
     allow_unexpected: Sequence[str] = ()
-    # From a key of the state to a key of the checkpoint.
+    # A mapping or function from a key of the state to a key of the checkpoint.
     rename: Rename | None = None
     manifest_sha256: str | None = None
     # Keys that only some ranks ask for.
@@ -85,11 +85,11 @@ class Request:
     values: list[tuple[Leaf, Any]] = field(default_factory=list)
     # New tensors of optimizers: (their state, name of the parameter, name in its state, the tensor or value).
     new: list[tuple[OpenState, str, str, Any]] = field(default_factory=list)
-    # Those that are put together of what is read: (what is taken, of which positions in `tensors`).
+    # New tensors that are put together of what is read: (what is taken, of which positions in `tensors`).
     wrapped: list[Wrapped] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     keys: set[str] = field(default_factory=set)
-    # Of those that are DTensors: the mesh.
+    # The meshes of those that are DTensors.
     meshes: dict[str, DeviceMesh] = field(default_factory=dict)
     # The destination tensors.
     held: list[Tensor] = field(default_factory=list)
@@ -134,7 +134,7 @@ class LoadJob:
             self._copies = []  # and what is locked for them, also if the caller keeps an error
 
     def _read_pointer(self, _: Heard) -> Message:
-        """On the first rank: all ranks read the same generation, whatever a saver does meanwhile."""
+        """Reads the pointer, on the first rank: all read the same generation, whatever a saver does meanwhile."""
         with doing(self.what), open_folder(self.path) as folder:
             pointer = read_pointer(folder)
             if pointer is None:
@@ -183,7 +183,7 @@ class LoadJob:
         return {"keys": sorted(wanted.keys), "problems": wanted.problems, "meshes": on}
 
     def _refuse_differences(self, heard: Heard) -> Message:
-        """On the first rank: raise the problems of all ranks, and the stored keys that no rank asked for."""
+        """Raise, on the first rank, the problems of all ranks, and the stored keys that no rank asked for."""
         messages = heard.messages
         problems = dict.fromkeys(problem for message in messages for problem in message["problems"])
         unexpected = set(self._manifest.keys).difference(*(message["keys"] for message in messages))
@@ -322,7 +322,7 @@ class LoadJob:
             return staging([(entry.dtype, part.box.lengths) for entry, part in parts])  # type: ignore[union-attr]
 
     def _take(self, staged: Sequence[Tensor]) -> None:
-        """What was read of each of the wanted tensors."""
+        """Take over what was read of each of the wanted tensors."""
         with doing(f"{self.what}: tensors of other classes"), torch.inference_mode(False), torch.no_grad():
             for one in self._wanted.wrapped:
                 self._wanted.new.append((one.state, one.name, one.item, one.make(staged)))
@@ -406,7 +406,7 @@ def placed(parameter: Tensor, local: Tensor) -> Tensor:
 
 
 def _memory_of(tensor: Tensor) -> tuple[int, int, tuple[int, ...]]:
-    """What tensors that are tied have in common: where their rows on this rank are, and the shape."""
+    """The same for tensors that are tied: where their rows on this rank are, and the shape."""
     local = local_of(tensor) if isinstance(tensor, DTensor) else tensor
     # A tensor around tensors has no memory of its own.
     if local.is_meta or local.layout is not torch.strided or hasattr(type(local), "__tensor_flatten__"):

@@ -273,7 +273,7 @@ def parse(data: bytes, where: str) -> Manifest:
 
 
 class _Flaw(Exception):
-    """Something in a manifest that no save writes."""
+    """A flaw: a manifest that no save writes."""
 
 
 # Every int is from 0 to 2**63; a value is proven by `decode`, a rule by `rules.from_json`.

@@ -66,7 +66,7 @@ class CheckpointReader:
         self.folder, self.manifest = folder, manifest
         self._numbers = manifest.numbers()
         self._open: dict[int, ReadFile] = {}
-        # Of files whose size, header and table were checked.
+        # The tables of files whose size, header and table were checked.
         self._tables: dict[int, Table | OldTable] = {}
         self._tables_nbytes = 0
         self._lock = threading.Lock()
@@ -123,14 +123,14 @@ class CheckpointReader:
         threads: int = 1,
         progress: Progress | None = None,
     ) -> list[Copy]:
-        """As `read_each`, but nothing is written to the tensors yet: returns what to copy into them, in any dtype. That
-        was checked, is in locked pages of the files until it is no longer referred to, and must not be written to.
-        Raises `NotResident` where that cannot be."""
+        """Check what `read_each` reads, and write nothing to the tensors: returns what to copy into them, in any dtype.
+        That is in locked pages of the files until it is no longer referred to, and must not be written to. Raises
+        `NotResident` where that cannot be."""
         copies: list[Copy] = []
         try:
             self._each(requests, threads, progress, copies)
         except BaseException:
-            copies.clear()  # and their pages, whoever keeps the error
+            copies.clear()  # and their pages, if the error is kept
             raise
         return copies
 
@@ -442,7 +442,7 @@ class _Block(NamedTuple):
 
 
 def _blocks_of(wanted: Sequence[_Wanted], block_nbytes: int) -> list[_Block]:
-    """In the order of the file."""
+    """The blocks in the order of the file."""
     found = []
     for one in wanted:
         start, stop = one.start, one.start + len(one.buffer)

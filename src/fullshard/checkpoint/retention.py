@@ -1,4 +1,5 @@
-"""Which checkpoints of a folder stay, and the removal of the others so that a kill leaves a whole one or none.
+"""The choice of checkpoints that stay in a folder, and the removal of the others, by which a kill leaves a whole one or
+none.
 
     runs/x/step-100/             a checkpoint: the number at the end of its name is its step
     runs/x/.removed-step-40/     one that is being removed, or the rest of a removal that was killed
@@ -49,7 +50,7 @@ class CheckpointInfo(NamedTuple):
 
 
 class Rule(NamedTuple):
-    """What stays: the `last` newest, those whose step `every` divides, and the `best` by `metric`."""
+    """The rule of what stays: the `last` newest, those whose step `every` divides, and the `best` by `metric`."""
 
     last: int
     every: int | None = None
@@ -58,7 +59,7 @@ class Rule(NamedTuple):
     mode: str = "min"
 
     def problem(self) -> str | None:
-        """What is wrong with it; None if nothing is."""
+        """The reason why it is no rule; None if it is one."""
         for name, value in (("keep_last", self.last), ("keep_every", self.every), ("keep_best", self.best)):
             needed = name == "keep_last"
             if (value is not None or needed) and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
@@ -74,7 +75,7 @@ class Rule(NamedTuple):
 
 
 def kept(found: Sequence[CheckpointInfo], rule: Rule) -> dict[Path, str]:
-    """Those of `found` that stay by `rule`, each with the reason. Only whole ones count for it.
+    """The ones of `found` that stay by `rule`, each with the reason. Only whole ones count for it.
 
     Whatever is newer than the newest whole one stays too, and everything stays where none is whole. Of equal metrics
     the newer checkpoint is better; one without the metric, or with NaN, is none of the best.

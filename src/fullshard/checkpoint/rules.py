@@ -258,7 +258,7 @@ def compact(ranks: Sequence[int]) -> Any:
 
 
 def expanded(raw: Any, limit: int) -> tuple[int, ...]:
-    """What `compact` wrote. Raises `ValueError` for anything else, and for more than `limit` ranks."""
+    """The ranks that `compact` wrote. Raises `ValueError` for anything else, and for more than `limit` ranks."""
     match raw:
         case {"from": first, "by": [*axes], **rest} if not rest and type(first) is int:
             found = [first]

@@ -53,7 +53,7 @@ class FilePart(NamedTuple):
 
     @property
     def entry(self) -> HeaderEntry:
-        """As the file has it."""
+        """The entry of the file's header."""
         name = name_of(self.key, self.shape, self.box)
         dtype, shape = DTYPE_NAMES.get(self.dtype), self.box.lengths
         if dtype is None:

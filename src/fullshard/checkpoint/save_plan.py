@@ -1,5 +1,5 @@
-"""What a save writes where: every rank declares what it holds, and the plan says which rank writes which part to which
-of its files.
+"""The plan of a save: every rank declares what it holds, and the plan says which rank writes which part to which of its
+files.
 
 Where all ranks declare the same, as with `fully_shard`, each computes the plan by itself: a function of what it holds
 and of the number of ranks. Otherwise the first rank gets every different declaration (`merge`), and shares the plan.
@@ -73,8 +73,8 @@ class Own(NamedTuple):
 
 
 class Declaration(NamedTuple):
-    """What one rank holds. `structure`: without the contents of values; `rules`: those in it; `values`: (path, digest,
-    whether the first rank's is taken)."""
+    """The state of one rank without its contents. `structure`: all but values; `rules`: those in it; `values`: (path,
+    digest, whether the first rank's is taken)."""
 
     structure: Message
     rules: list[Rule]
@@ -84,7 +84,7 @@ class Declaration(NamedTuple):
     digest: str
 
     def message(self) -> Message:
-        """For `merge`."""
+        """The message for `merge`."""
         return {**self.structure, "values": self.values}
 
 
@@ -95,7 +95,7 @@ def declare(
     apart: Iterable[str],
     world: int,
 ) -> Declaration:
-    """What a rank of `world` that holds `own` declares. `apart`: keys of tensors that have files of their own."""
+    """The declaration of a rank of `world` that holds `own`. `apart`: keys of tensors that have files of their own."""
     apart, rules, tensors = frozenset(apart), dict[Rule, int](), list[list[Any]]()
     regular = True
     for one in sorted(own, key=lambda one: key_of(one.path)):
@@ -120,16 +120,16 @@ def _digest_of(value: Any) -> str:
 
 @dataclass(frozen=True)
 class Plan:
-    """Who writes what. `values`: path, and the ranks that have the same: all of them but for groups of parameters
-    (`is_grouping`); the first of each sends it. `computed`: values that only all parts together tell. `first`: keys of
-    which ranks may have different contents."""
+    """The tensors, with who writes which part. `values`: path, and the ranks that have the same: all of them but for
+    groups of parameters (`is_grouping`); the first of each sends it. `computed`: values that only all parts
+    together tell. `first`: keys of which ranks may have different contents."""
 
     world: int
     entries: dict[str, TensorEntry]
     values: dict[str, tuple[KeyPath, list[tuple[int, ...]]]]
     computed: dict[str, tuple[KeyPath, list[tuple[int, int]]]] = field(default_factory=dict)
     first: frozenset[str] = frozenset()
-    # Of the declaration from which each rank computes it.
+    # The digest of the declaration from which each rank computes it.
     declared: str = ""
 
     @cached_property
@@ -143,7 +143,7 @@ class Plan:
 
     @cached_property
     def rules(self) -> dict[Layout, int]:
-        """Those of its tensors, numbered."""
+        """The rules of its tensors, numbered."""
         found: dict[Layout, int] = {}
         for entry in self.entries.values():
             found.setdefault(entry.rule, len(found))
@@ -262,7 +262,7 @@ def arranged(tensors: Iterable[tuple[TensorSpec, Layout, bool, bool]]) -> dict[s
 
 
 class Share(NamedTuple):
-    """What one rank does. Numbers are those of its parts.
+    """The work of one rank. Numbers are those of its parts.
 
     `write`: by volume, the parts of that file. `place`: of each part that it holds, where it is in the checkpoint.
     `replicated`: by (number of the rule, of the part), the parts of which other ranks hold the same."""
@@ -289,7 +289,7 @@ class Share(NamedTuple):
 
     @property
     def order(self) -> list[int]:
-        """Those that it writes, in the order of the files."""
+        """The parts that it writes, in the order of the files."""
         found = []
         for indices in self.write.values():
             found += [indices[i] for i in file_order([self.place[i] for i in indices])]
@@ -300,7 +300,7 @@ class Share(NamedTuple):
 
 
 def share_of(plan: Plan, own: Sequence[Own], rank: int) -> Share:
-    """What `rank`, which holds `own`, does. Raises `CheckpointError` if that is not what the plan was made for."""
+    """The work of `rank`, which holds `own`. Raises `CheckpointError` if that is not what the plan was made for."""
     write: dict[int, list[int]] = {}
     place: dict[int, FilePart] = {}
     replicated: dict[tuple[int, int], list[int]] = {}

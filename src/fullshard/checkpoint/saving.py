@@ -130,11 +130,11 @@ class SaveJob:
         self.what = f"saving {self.path}"
         # A checkpoint whose files may be linked.
         self.base = base
-        # Of a save in the background.
+        # The copies of a save in the background.
         self.staging: Staging | None = None
-        # On the first rank, from the plan until the end.
+        # The save in the directory: on the first rank, from the plan until the end.
         self._saving: Saving | None = None
-        # Of each part that this rank holds: its checksums.
+        # The checksums of each part that this rank holds.
         self._crcs: dict[int, Sequence[int]] = {}
 
     def run(self, mine: Snapshot) -> str:
@@ -177,18 +177,18 @@ class SaveJob:
         return plan_of(self._declared) if self._declared.is_regular else None
 
     def _begin_or_ask(self, heard: Heard) -> Message:
-        """On the first rank."""
+        """Begin, on the first rank, or ask for declarations if plans or values differ."""
         if len(heard.groups) > 1 or self._plan is None or any(heard.numbers):
             return {"ask": True}
         return self._begin(self._plan)
 
     def _merge(self, heard: Heard) -> Message:
-        """On the first rank."""
+        """Make one plan of all declarations, on the first rank, and begin."""
         self._plan = merge(heard.groups, self.messenger.world, self.what)
         return {**self._begin(self._plan), "plan": self._plan.to_json()}
 
     def _begin(self, plan: Plan) -> Message:
-        """On the first rank, which knows what will be written."""
+        """Begin, on the first rank, which knows what will be written."""
         base = {} if self.base is None else {"base": generation_of(self.base)}
         saving = self._saving = Saving.begin(self.path, uuid.uuid4().hex)
         # Files of other ranks are about as large as those of this one.
@@ -275,7 +275,7 @@ class SaveJob:
     # ---- the commit ----------------------------------------------------------------------------------------
 
     def _commit(self, heard: Heard) -> Message:
-        """On the first rank."""
+        """Compare what was written with the plan, on the first rank, and commit."""
         plan, saving = self._plan, self._saving
         assert plan is not None and saving is not None
         written, unequal = heard.numbers

@@ -109,7 +109,7 @@ class Staging:
         self.copied_nbytes = 0
 
     def before(self, parts: Sequence[Named]) -> list[Named]:
-        """On the thread of the caller: copy all parts if they fit. Otherwise wait for the devices that have them, and
+        """Copy all parts if they fit, on the thread of the caller. Otherwise wait for the devices that have them, and
         leave them to `after_plan`."""
         movable = _movable(parts, range(len(parts)))
         if self.bound is None or sum(parts[i][1].nbytes for i in movable) <= self.bound:
@@ -153,7 +153,7 @@ class Staging:
 
 
 def _movable(parts: Sequence[Named], order: Iterable[int]) -> list[int]:
-    """Of `order`, those with bytes; without companions, which were made for this save and which nobody else has."""
+    """The ones of `order` with bytes; without companions, which were made for this save and have no other user."""
     return [i for i in order if parts[i][1].nbytes and parts[i][0][0] != ROOM]
 
 
@@ -163,7 +163,7 @@ def _local(part: Part) -> Tensor:
 
 
 def _pinned(wanted: Sequence[tuple[str, Sequence[int]]]) -> list[Tensor]:
-    """As `staging`, in pinned memory."""
+    """Pinned memory, otherwise as `staging`."""
     shapes = [(getattr(torch, dtype), tuple(shape)) for dtype, shape in wanted]
     nbytes = [torch.Size(shape).numel() * dtype.itemsize for dtype, shape in shapes]
     sizes, places = slabs(nbytes)

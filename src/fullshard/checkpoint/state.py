@@ -138,7 +138,7 @@ def set_state_dict(
 
 
 def _added_by_modules(model: nn.Module, state: dict[str, Any]) -> list[str]:
-    """Tensors in its state dict that its modules add when they save, and that nobody loads: bitsandbytes' statistics of
+    """Tensors in its state dict that its modules add when they save, and are not loaded: bitsandbytes' statistics of
     4-bit weights."""
     modules = {
         plain_name(f"{name}.").rstrip("."): module for name, module in model.named_modules(remove_duplicate=False)
@@ -195,10 +195,10 @@ def _owned(optimizer: Optimizer) -> list[nn.Parameter]:
 def names_in_order(optimizer: Optimizer, names: dict[nn.Parameter, str]) -> list[str]:
     """Names in the order in which the optimizer numbers its parameters."""
     parameters = _owned(optimizer)
-    strangers = sum(parameter not in names for parameter in parameters)
-    if strangers:
+    others = sum(parameter not in names for parameter in parameters)
+    if others:
         raise ValueError(
-            f"expected an optimizer of the parameters of this model, found {strangers} of {len(parameters)} that are "
+            f"expected an optimizer of the parameters of this model, found {others} of {len(parameters)} that are "
             f"not in it; build the optimizer after fully_shard, or call fullshard.rebind_optimizer(optimizer, model)"
         )
     return [names[parameter] for parameter in parameters]
@@ -463,8 +463,8 @@ class Part(NamedTuple):
     shape: tuple[int, ...]
     box: Box | None
     local: Tensor | None
-    # Of a tensor inside of another one (wrapped.py): the rows of that one to which it belongs, and its shape. `box` is
-    # then at offset 0, and `shape` of no meaning.
+    # The place of a tensor inside of another one (wrapped.py): the rows of that one to which it belongs, and its shape.
+    # `box` is then at offset 0, and `shape` of no meaning.
     around: tuple[tuple[int, int], tuple[int, ...]] | None = None
     # How a DTensor is cut, with ranks of the default group.
     rule: Rule | None = None
@@ -506,7 +506,7 @@ def part_of(tensor: Tensor) -> Part | str:
 
 
 def place_of(tensor: Tensor) -> Place | str:
-    """As `part_of`, whatever the local tensor is."""
+    """The place that `part_of` has, whatever the local tensor is."""
     tensor = settled(tensor.detach())
     shape = tuple(tensor.shape)
     if not isinstance(tensor, DTensor):

@@ -60,7 +60,7 @@ class Table:
     def of(
         cls, header_crc: int, names: Sequence[str], starts: Sequence[int], crcs: Sequence[int], block_nbytes: int
     ) -> Table:
-        """Of parts in the order of the file."""
+        """The table of parts in the order of the file."""
         order = sorted((_digest(name), number) for number, name in enumerate(names))
         return cls(
             header_crc,
@@ -83,7 +83,7 @@ class Table:
 
     @property
     def nbytes(self) -> int:
-        """About the memory that it takes."""
+        """The memory that it takes, about."""
         return 32 * len(self._digests) + 4 * len(self._crcs)
 
     def __len__(self) -> int:

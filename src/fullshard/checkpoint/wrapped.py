@@ -54,7 +54,7 @@ def is_wrapper(tensor: object) -> bool:
 
 
 class Saved(NamedTuple):
-    """What is saved in place of one leaf."""
+    """The parts that are saved for one leaf."""
 
     parts: list[tuple[KeyPath, Part]]
     # None where this rank has no rows.
@@ -62,7 +62,8 @@ class Saved(NamedTuple):
 
 
 def _kinds(tensor: Tensor) -> Kinds | None:
-    """Asked of a tensor of twice as many rows and no data, whose first half has to be like `tensor`."""
+    """The kinds of the tensors inside, found by a tensor of twice as many rows and no data, whose first half has to be
+    like `tensor`."""
     names, shape = inner_names(tensor), tuple(tensor.shape)
     context = encode_context(tensor.__tensor_flatten__()[1], shape)  # type: ignore[attr-defined]
     if not shape or len(names) > _MAX_INNER or isinstance(context, str):
@@ -97,7 +98,7 @@ def inner_names(tensor: Tensor) -> list[str]:
 
 
 def saved(path: KeyPath, tensor: Tensor, known: dict[type, Kinds | None]) -> Saved | str:
-    """What is saved of the wrapper `tensor` at `path`; or why it cannot be. `known`: what is known about classes."""
+    """The parts of the wrapper `tensor` at `path`; or why it cannot be saved. `known`: what is known about classes."""
     place = place_of(tensor)
     if isinstance(place, str):
         return place
@@ -201,12 +202,12 @@ class Stored(NamedTuple):
 
     @property
     def keys(self) -> list[str]:
-        """What the checkpoint calls its parts."""
+        """The keys of its parts in the checkpoint."""
         rest = [] if self.rest is None else [self.rest.key, key_of((*self.path, ROWS))]
         return [key_of((*self.path, FLATTENED)), *(entry.key for entry in self.inner.values()), *rest]
 
     def kind(self) -> type | str:
-        """Its class, which has to be imported; or what to do."""
+        """The class, which has to be imported; or what to do."""
         module, _, qualname = self.name.rpartition(".")
         found: Any = getattr(sys.modules.get(module), qualname, None)
         if isinstance(found, type) and issubclass(found, Tensor) and hasattr(found, "__tensor_unflatten__"):
@@ -252,7 +253,7 @@ class Segment(NamedTuple):
 
 
 class Taken(NamedTuple):
-    """What a load takes of a wrapper for `box`. `exact`: it is a wrapper of just these rows."""
+    """The segments that a load takes of a wrapper for `box`. `exact`: it is a wrapper of these rows alone."""
 
     box: Box
     segments: list[Segment]

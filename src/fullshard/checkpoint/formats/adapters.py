@@ -230,7 +230,7 @@ def _layers(base: nn.Module, prefix: str) -> Iterator[_Layer]:
 
 
 def _merged(layer: Any) -> nn.Module:
-    """What PEFT makes of `layer`, in place, when it merges the active adapters."""
+    """Merge the active adapters into `layer`, in place, as PEFT does."""
     with torch.no_grad():
         if hasattr(layer, "unload_and_optionally_merge_module"):
             made = layer.unload_and_optionally_merge_module(merge=True, safe_merge=False, adapter_names=None)

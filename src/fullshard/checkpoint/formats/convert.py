@@ -193,7 +193,7 @@ def convert(
 
 
 class Prepared(NamedTuple):
-    """What `write` writes: tensors and values, and the files beside them."""
+    """The contents that `write` writes: tensors and values, and the files beside them."""
 
     source: Source
     companions: dict[str, bytes]

@@ -113,11 +113,11 @@ class SafetensorsFile:
                     f"{path}: not a safetensors file: a header of {header_nbytes} bytes in {nbytes}"
                 )
             text = file.read(header_nbytes)
-            # A private copy that nobody writes: torch requires writable memory.
+            # A private copy that is not written to: torch requires writable memory.
             self._data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
         self._start = 8 + header_nbytes
         self._header = text
-        # In ascending order of offsets, each with its offset.
+        # The tensors in ascending order of offsets, each with its offset.
         self.tensors = self._read_header(text, nbytes - self._start)
 
     def read(self, name: str, box: Box | None = None) -> Tensor:
@@ -129,7 +129,7 @@ class SafetensorsFile:
         return made
 
     def _release(self) -> None:
-        """What was read leaves the process's memory, not the system's cache: else a load grows by the file."""
+        """Give back pages that were read, to the system's cache: else the memory of a load grows by the file."""
         if hasattr(mmap, "MADV_DONTNEED"):
             self._data.madvise(mmap.MADV_DONTNEED)
 

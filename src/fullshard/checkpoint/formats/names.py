@@ -87,8 +87,8 @@ UNWRAPPED = Renaming("without wrappers", lambda name: (strip_wrappers(name), Non
 
 
 def llama(source: Style, target: Style, *, head_dim: int | None = None) -> Renaming:
-    """From the names of one program for a Llama to those of another. `head_dim`: elements of one attention head, needed
-    if exactly one of the two is torchtitan.
+    """The renaming from the names of one program for a Llama to those of another. `head_dim`: elements of one
+    attention head, needed if exactly one of the two is torchtitan.
 
     >>> llama("hf", "fullshard").rename("model.layers.3.mlp.up_proj.weight")
     ('layers.3.ffn.up.weight', None)

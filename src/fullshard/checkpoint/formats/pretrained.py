@@ -171,7 +171,7 @@ class _PretrainedJob:
             problems.append(f"missing: {' = '.join(names)}")
 
     def _refuse(self, heard: Heard) -> Message:
-        """On the first rank. Of a pipeline each rank has a part: unexpected is what none of them has a place for."""
+        """Compare all ranks, on the first. Of a pipeline each has a part: unexpected is what none has a place for."""
         messages = heard.messages
         files = messages[0]["files"]
         others = sorted(rank for ranks, one in heard.groups if one["files"] != files for rank in ranks)

@@ -1,4 +1,4 @@
-"""Which stored tensors make which tensor of a model: equal names, transformers' renamings, and its conversions.
+"""The stored tensors that make a tensor of a model: equal names, transformers' renamings, and its conversions.
 
 transformers 5 keeps a table of conversions by architecture: the experts of a Mixtral are separate tensors in its files
 and one tensor in the model. The same table is used here, tensor by tensor.
@@ -89,7 +89,7 @@ Reading = Stored | Made
 def converted(
     converter: Any, name: str, sources: Mapping[str, Sequence[str]], read: Callable[[str], Tensor], model: Any
 ) -> dict[str, Tensor]:
-    """What `converter`, of a table of `model`, makes of tensors that `read` gives, by name."""
+    """The tensors that `converter`, of a table of `model`, makes of those that `read` gives, by name."""
     once = deepcopy(converter)
     for pattern, keys in sources.items():
         for key in keys:

@@ -1,4 +1,4 @@
-"""From checkpoints of other programs into a sharded model and back, without a full model anywhere.
+"""Checkpoints of other programs into a sharded model and back, without a full model anywhere.
 
 | from | to | |
 |---|---|---|
@@ -95,7 +95,7 @@ class _ImportJob(LoadJob):
         self._manifest = Manifest("", 1, source.kind, tensors, values, ())
         found = self._match(state_dict)
         # Unreadable values are an error if they are asked for. Parameter numbers instead of names always are, because
-        # nobody can ask for them.
+        # they cannot be asked for.
         for key, why in unreadable.items():
             if key in found["keys"] or (why == HINT and not matches(key, self.options.allow_unexpected)):
                 found["problems"].append(f"{key}: {why}")

@@ -184,7 +184,7 @@ def mapped(path: Path, offset: int, length: int) -> tuple[mmap.mmap, int]:
         if length < 1 or stop > nbytes:
             raise CheckpointDamaged(f"{path}: expected at least {stop:,} bytes, found {nbytes:,}: it is truncated")
         first = offset // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
-        # A private copy that nobody writes: torch requires writable memory.
+        # A private copy that is not written to: torch requires writable memory.
         return mmap.mmap(file.fileno(), stop - first, access=mmap.ACCESS_COPY, offset=first), offset - first
 
 

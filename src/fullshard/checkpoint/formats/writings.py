@@ -1,4 +1,4 @@
-"""Which tensors of a file are made of which tensors of a model: the names and shapes of `save_pretrained`.
+"""The tensors of a file that are made of tensors of a model: the names and shapes of `save_pretrained`.
 
 transformers 5 keeps some models in memory otherwise than in files: the experts of a Mixtral are one tensor here and one
 each there, the head of a GPT-NeoX is `lm_head` here and `embed_out` there. `readings` applies its table on loading.
@@ -145,8 +145,8 @@ def _groups(model: Any, names: Iterable[str], infos: Mapping[str, TensorInfo]) -
 
 
 def _conversions(model: Any) -> list[Any] | None:
-    """What `save_pretrained` undoes: the conversions that a load applied, else those of the table; None if it has none,
-    in which case the order stays that of the state dict."""
+    """The conversions that `save_pretrained` undoes: those that a load applied, else those of the table; None if it has
+    none, in which case the order stays that of the state dict."""
     applied = getattr(model, "_weight_conversions", None)
     if applied is not None:
         return deepcopy(list(applied))
