@@ -344,6 +344,7 @@ def _advice(usual: Action, others: Sequence[Action]) -> str:
     if len(units) > 1:
         return (
             "make all ranks run the same modules in the same order (a rank that has no use for one runs it too, and "
-            "multiplies what it gives by 0)"
+            "multiplies what it gives by 0), or mark what only some ranks run by fully_shard(module, optional=True), "
+            "and run it at its place in the order of modules"
         )
     return "give the parameters of this module the same dtype, requires_grad and settings on all ranks"

@@ -151,6 +151,8 @@ def _unit_facts(unit: Unit, known: Sequence[Unit]) -> dict[str, str]:
         "custom reduce-scatter": _type_text(controls.reduce_scatter),
         "all-reduce": str(unit.settings.all_reduces),
     }
+    if unit.settings.optional:
+        facts["optional"] = "True"
     listed = {other.record for other in known}
     facts["forward prefetch"] = _names_text(record.plan.forward_prefetch, listed)
     facts["backward prefetch"] = _names_text(record.plan.backward_prefetch, listed)

@@ -151,6 +151,7 @@ def fully_shard(
     offload_policy: OffloadPolicy = ...,
     ignored_params: set[nn.Parameter] | None = ...,
     dp_mesh_dims: Any = ...,
+    optional: bool = ...,
 ) -> FSDPModule: ...
 @overload
 def fully_shard(
@@ -163,6 +164,7 @@ def fully_shard(
     offload_policy: OffloadPolicy = ...,
     ignored_params: set[nn.Parameter] | None = ...,
     dp_mesh_dims: Any = ...,
+    optional: bool = ...,
 ) -> list[FSDPModule]: ...
 def fully_shard(
     module: nn.Module | Sequence[nn.Module],
@@ -174,6 +176,7 @@ def fully_shard(
     offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008
     ignored_params: set[nn.Parameter] | None = None,
     dp_mesh_dims: Any = None,
+    optional: bool = False,
 ) -> Any:
     """Shard the parameters of `module` that belong to no inner unit, in place, over the ranks of `mesh`.
 
@@ -206,6 +209,10 @@ def fully_shard(
     dp_mesh_dims: for parameters that are DTensors on a `mesh` with axes of other parallelism: the names of the
         data-parallel axes, over which the parameters are replicated and will be sharded.
     offload_policy: `CPUOffloadPolicy()`, fullshard's or torch's: shards, gradients and optimizer state on the host.
+    optional: True for a unit below the model that only some ranks run in a step (an encoder of images without images, a
+        dropped layer); not in torch. A rank that leaves it out, and the units inside of it, sends what the others send,
+        at its place in the order of modules. Its parameters have a gradient on all ranks if any rank ran it, else None.
+        One run in each forward of the unit around it; several, in any order, with `reshard_after_forward=False`.
 
     Every rank must make the same calls. Returns `module` itself, also for a list. Raises `ValueError` (a module without
     forward, a scalar parameter, a parameter tied into another unit or over the memory of another one, a bad argument),
@@ -216,6 +223,7 @@ def fully_shard(
     """
     roots = validate.check_modules(module)
     validate.check_policies(mp_policy, offload_policy, shard_placement_fn, dp_mesh_dims)
+    optional = validate.check_optional(optional, roots)
     reshard_after_forward = validate.check_reshard(reshard_after_forward)
     ignored = validate.check_ignored(ignored_params)
     name = "+".join(type(root).__name__ for root in roots)
@@ -264,6 +272,7 @@ def fully_shard(
         )
         unit.settings.ignored_names = ignored_names(roots, ignored)
         unit.settings.accompany = accompany
+        unit.settings.optional = optional
         own_parameters(unit)
         UnitHooks(unit)
         hook_state_dict(unit, loaded)

@@ -87,6 +87,17 @@ def check_reshard(value: object) -> bool | int | None:
     )
 
 
+def check_optional(value: object, roots: Sequence[nn.Module]) -> bool:
+    """`optional`, for the unit of `roots`."""
+    optional = expect_flag("optional", value)
+    if optional and len(roots) > 1:
+        raise ValueError(
+            f"optional: expected one module, found {len(roots)}, of which some may run and others not; apply "
+            f"fully_shard to each of them"
+        )
+    return optional
+
+
 def degree_of(reshard: bool | int | None, worlds: Sequence[int]) -> tuple[bool | None, int | None]:
     """`reshard_after_forward` without integers, and the number of ranks to reshard over (None: all).
 

@@ -29,12 +29,14 @@ from ..param import ShardedParam
 from ..policy import Controls, Options
 from ..policy.casting import check_known_names
 from ..schedule import Command, Event, Full, RunRecord, UnitRecord, Use, rules
+from ..schedule.optional import is_second
 from .backward import NOT_RUNNING, RunningBackward, SavedTensorHooks
 from .executor import Executor
 from .finalization import lost_gradients, note_under_way, refuse_below, refuse_unfinished
 from .mixed_operations import note_mixed
 from .names import clean_name, parameter_names
 from .optimizer_steps import expect_backward, follow_steps, note_backward
+from .optional_units import arrange, note_stale, refuse_out_of_place
 from .stream import ModelStream
 from .uninitialized import has_meta_buffers, prove_initialized
 from .unit import HOOKED_FORWARDS, Shared, Unit, Unproven, unit_of
@@ -95,6 +97,8 @@ class Root:
             unit.gradients.on_arrival = partial(self._gradient_arrived, unit)
             unit.attach(self, self.shared.pool)
             self.reads.learn(unit)
+        if not provisional:
+            arrange(self.units)
         self.unproven = Unproven(any(unit.unproven for unit in self.units) or has_meta_buffers(first.module))
 
     # What others own, and all parts of the engine ask the root for. C functions: hooks call them often in a step.
@@ -151,6 +155,9 @@ class Root:
             if run.ending.waits or run.ending.sent or self.shared.finalizing is not None:
                 refuse_unfinished(self, f"the forward of {record.name}")
         nested = running(run.generation)
+        if record.joining is not None and not in_backward:
+            refuse_out_of_place(run, record)
+            nested = nested or is_second(record)
         if run.forward_root is None and not in_backward:
             for other in self.units if torch.is_grad_enabled() else ():
                 if other.gradients.stepper is not None:
@@ -161,11 +168,14 @@ class Root:
             self._wait_for_optimizer()
             if torch.is_grad_enabled():
                 expect_backward(self)
+            if record.joining is not None:
+                note_stale(self.units, self.thread)
         if self.run.order and record.index == 0 and not in_backward and not nested:
             self._expect_reads_again()
         repeated = in_backward and record.in_backward
         stale = record.full is not Full.SHARDED and not nested and unit.seal.is_broken(self.thread)
-        commands = rules.pre_forward(run, record, in_backward=in_backward, nested=nested, stale=stale)
+        grad = torch.is_grad_enabled()
+        commands = rules.pre_forward(run, record, in_backward=in_backward, nested=nested, stale=stale, grad=grad)
         self._do("pre_forward", record, commands, in_backward=in_backward, nested=nested, stale=stale)
         return not repeated, nested
 

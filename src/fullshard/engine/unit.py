@@ -125,6 +125,8 @@ class UnitSettings:
     policy: MixedPrecisionLike
     reshard_after_forward: bool | None
     notes_values: bool = False
+    # Whether only some ranks run it in a step.
+    optional: bool = False
     # Names of ignored parameters below the module.
     ignored_names: tuple[str, ...] = ()
     # How gradients are reduced, and whether they are all-reduced among replicas.

@@ -62,6 +62,9 @@ def end_forward(run: RunRecord, unit: UnitRecord, *, backward_follows: bool) -> 
             if unit.sending.open:
                 unit.sending.open.pop()
         del run.order[run.order_mark :]
+        optional = run.owed.optional
+        if optional.records:
+            del optional.uses[optional.mark :], optional.begins[-1:], optional.starts[-1:]
 
 
 def next_in_backward(run: RunRecord, unit: UnitRecord) -> Sequence[UnitRecord]:
@@ -72,9 +75,12 @@ def next_in_backward(run: RunRecord, unit: UnitRecord) -> Sequence[UnitRecord]:
         # A second backward over the same forward: the uses were counted off by the first.
         return ()
     position = unit.uses.pop()
+    # With optional units not into an older forward: some ranks come here before its units are freed, others after that.
+    start = max((start for start in run.owed.optional.starts if start <= position), default=0)
     if run.prefetch_nbytes is not None:
-        return within([u for u in reversed(run.order[:position]) if u.plan.gathers_in_backward], run.prefetch_nbytes)
-    return (run.order[position - 1],) if position else ()
+        ahead = [u for u in reversed(run.order[start:position]) if u.plan.gathers_in_backward]
+        return within(ahead, run.prefetch_nbytes)
+    return (run.order[position - 1],) if position > start else ()
 
 
 def within(following: Sequence[UnitRecord], nbytes: int) -> list[UnitRecord]:
@@ -122,8 +128,7 @@ def visit(run: RunRecord, unit: UnitRecord, use: Use | None) -> list[UnitRecord]
     """The backward of `use` begins (None: of the youngest open use). Returns the units to send first."""
     sending = unit.sending
     if use is None:
-        # Reported by another module of the unit or by a saved weight, perhaps after a report with the use.
-        use = sending.visited if unit in run.owed.units else sending.open[-1] if sending.open else UNKNOWN
+        use = guessed(run, unit)
     due: list[UnitRecord] = []
     if use is not UNKNOWN:
         if run.owed.units:
@@ -142,6 +147,12 @@ def visit(run: RunRecord, unit: UnitRecord, use: Use | None) -> list[UnitRecord]
         if len(run.owed.units) > 1:
             run.owed.units.sort(key=_rank)
     return due
+
+
+def guessed(run: RunRecord, unit: UnitRecord) -> Use:
+    """The use that is meant by another module of the unit or by a saved weight, perhaps after a report with the use."""
+    sending = unit.sending
+    return sending.visited if unit in run.owed.units else sending.open[-1] if sending.open else UNKNOWN
 
 
 def settle(run: RunRecord, unit: UnitRecord) -> list[UnitRecord]:

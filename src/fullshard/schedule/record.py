@@ -133,6 +133,26 @@ class Sending:
         self.settled = False
 
 
+class Joining:
+    """Of a unit in a model with optional units: whose messages a rank joins that leaves them out (optional.py)."""
+
+    __slots__ = ("again", "before", "is_optional", "is_stale", "last", "ran")
+
+    def __init__(self, *, is_optional: bool, last: int) -> None:
+        # Whether the unit, or one around it, is optional.
+        self.is_optional = is_optional
+        # The last index below the unit's module.
+        self.last = last
+        # Whether it was unsharded, and its shards were written since, when the outermost forward began.
+        self.is_stale = False
+        # Optional units that come before this one in the model, beside it or beside one around it.
+        self.before: tuple[UnitRecord, ...] = ()
+        # Whether it had its use in this forward of the unit around it.
+        self.ran = False
+        # Running forwards that belong to a use that is over (a second run in one forward of the unit around it).
+        self.again = 0
+
+
 class UnitRecord:
     """The state of one unit, written by the rules alone; `plan` is what they read."""
 
@@ -141,6 +161,7 @@ class UnitRecord:
         "full",
         "in_backward",
         "index",
+        "joining",
         "name",
         "pass_open",
         "pass_outputs",
@@ -171,21 +192,46 @@ class UnitRecord:
         self.uses: list[int] = []
         self.pins = Pins()
         self.sending = Sending()
+        # None in a model without optional units.
+        self.joining: Joining | None = None
 
     def __repr__(self) -> str:
         return f"<unit {self.name} {self.full.name} {self.phase.name}>"
 
 
+class OptionalUses:
+    """Uses of optional units, which every rank visits in backward (optional.py)."""
+
+    __slots__ = ("begins", "is_over", "left", "mark", "reached", "records", "starts", "uses")
+
+    def __init__(self) -> None:
+        # Whether the running outermost forward has gradients.
+        self.records = False
+        # The uses whose backward may come, by their ends; how many there were when the outermost forward began; whether
+        # the step with them is over, and the next forward with gradients begins anew.
+        self.uses: list[tuple[UnitRecord, Use]] = []
+        self.mark = 0
+        self.is_over = False
+        # Of each of the outermost forwards of these uses: the clock when it began; of each of the running order: where
+        # it starts there.
+        self.begins: list[int] = []
+        self.starts: list[int] = []
+        # Those that the running backward did not visit yet, and which of the forwards it reached.
+        self.left: list[tuple[UnitRecord, Use]] = []
+        self.reached: set[int] = set()
+
+
 class Owed:
     """Messages of gradients that were not sent yet (order.py)."""
 
-    __slots__ = ("clock", "frontier", "units")
+    __slots__ = ("clock", "frontier", "optional", "units")
 
     def __init__(self) -> None:
         # Number of ended forwards; end of the last use that backward visited; units that owe a message, in order.
         self.clock = 0
         self.frontier = NOWHERE
         self.units: list[UnitRecord] = []
+        self.optional = OptionalUses()
 
 
 class Ending:

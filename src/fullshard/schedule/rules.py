@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from . import optional
 from .events import Command
 from .order import (
     begin_forward,
@@ -30,6 +31,7 @@ CALLED = "called"
 _NOTHING: Commands = []
 # States from which an all-gather can start, and states that the end of a backward frees.
 _UNSHARDED_FROM = (Full.SHARDED, Full.SECONDARY)
+_SENDING = ("reduce", "accumulate")
 _RESHARDED_FROM = (Full.FULL, Full.SHELVED, Full.SECONDARY)
 
 
@@ -37,10 +39,16 @@ _RESHARDED_FROM = (Full.FULL, Full.SHELVED, Full.SECONDARY)
 
 
 def pre_forward(
-    run: RunRecord, unit: UnitRecord, *, in_backward: bool = False, nested: bool = False, stale: bool = False
+    run: RunRecord,
+    unit: UnitRecord,
+    *,
+    in_backward: bool = False,
+    nested: bool = False,
+    stale: bool = False,
+    grad: bool = True,
 ) -> Commands:
-    """`in_backward`: a backward is running, so this is recomputation. `nested`: another forward of the unit is running.
-    `stale`: shards were written since the gather."""
+    """`in_backward`: a backward is running, so this is recomputation. `nested`: another forward of the unit is running,
+    or it had its only use. `stale`: shards were written since the gather. `grad`: a backward may follow."""
     commands: Commands = []
     if in_backward and unit.in_backward:
         # [R1] Recomputation after the backward of the unit began: the backward of another use may have freed the unit,
@@ -53,12 +61,22 @@ def pre_forward(
     if nested:
         # [R21] A method that calls forward, or recursion: part of the outer use, whose end frees the weights.
         _make_full(unit, commands, "R21")
+        if unit.joining is not None and not in_backward and optional.is_second(unit):
+            # [R40] Part of its only use, which is over: the unit was kept, and is kept again until this one ends.
+            unit.joining.again += 1
+            unit.pins.running = True
         return commands
+    if unit.joining is not None and not in_backward:
+        # [R41] What this rank left out has its place before this unit.
+        for other in optional.skipped_before(run, unit):
+            _skip(run, other, commands)
+        optional.begins(run, unit)
     if run.forward_root is None and not in_backward:
         run.forward_root = unit
         if run.open_passes:
             _close_passes(run, but=unit)
         begin_forward(run, unit)
+        optional.begin_outermost(run, unit, grad=grad)
     unit.phase = Phase.FORWARD
     unit.pins.running = True
     if stale:
@@ -95,7 +113,16 @@ def post_forward(
             unit.pins.running = False
         return commands
     if nested:
+        if unit.joining is not None and unit.joining.again:
+            unit.joining.again -= 1
+            if not unit.joining.again:
+                unit.pins.running = False
+                _end_use(run, unit, commands, outputs=outputs, placed=True)
         return commands
+    if not in_backward:
+        # [R42] ... and at the latest here.
+        for other in optional.skipped_below(run, unit):
+            _skip(run, other, commands)
     unit.pins.running = False
     unit.pins.used = unit.pins.used or outputs
     if opaque:
@@ -139,8 +166,14 @@ def forward_failed(run: RunRecord, unit: UnitRecord, *, in_backward: bool = Fals
     commands: Commands = []
     if not nested:
         unit.pins.running = False
+    elif unit.joining is not None and unit.joining.again:
+        unit.joining.again -= 1
+        unit.pins.running = unit.joining.again > 0
     if not in_backward and not nested:
         unit.phase = Phase.IDLE
+        if unit.joining is not None:
+            # [R43] A caller that catches it leaves the rest out: others join the whole unit.
+            unit.joining.ran = False
         if unit.sending.begins and not unit.pass_open:
             unit.sending.begins.pop()
         if run.forward_root is unit:
@@ -157,13 +190,15 @@ def pre_backward(
 ) -> Commands:
     """`use`: the forward whose backward begins, if known. `create_graph`: the backward records a graph, whose own
     backward will need the weights again. `needed`: a saved weight is about to be read."""
+    commands: Commands = []
+    _join_backward(run, unit, commands, use, create_graph=create_graph)
     run.in_backward = True
     if run.ending.active is None:
         run.ending.active = run.ending.manual
     run.keep_full = run.keep_full or create_graph
     unit.in_backward = True
-    commands: Commands = []
-    if not unit.empty:
+    late = optional.sends_at_end(unit)
+    if not unit.empty and not late:
         # [R29] Due messages go before any gather, on every rank, whether or not all gradients arrived.
         _send(run, visit(run, unit, use), commands, "R29")
     # [R25] The user may declare that backward does not read the weights (an embedding). If it does, a watched read
@@ -178,7 +213,8 @@ def pre_backward(
     if gathers:
         _make_full(unit, commands)
     # [R9] The next unit of the backward is gathered while this one computes.
-    _unshard_ahead(next_in_backward(run, unit), commands, "R9", in_backward=True)
+    if not late:
+        _unshard_ahead(next_in_backward(run, unit), commands, "R9", in_backward=True)
     return commands
 
 
@@ -206,6 +242,14 @@ def backward_end(run: RunRecord, root: UnitRecord, present: Sequence[bool], *, s
     commands: Commands = []
     if run.open_passes:
         _close_passes(run)
+    if not run.in_backward:
+        optional.begin_visits(run)
+    left = optional.left_at_end(run)
+    for other, use in left:
+        if not optional.sends_at_end(other):
+            # [R45] What this rank's backward did not visit.
+            _visit_absent(run, other, use, commands)
+    sent = [command.unit for command in commands if command.kind in _SENDING]
     owing = end_sending(run)
     # [R31] Weights that a graph without reports will read are shelved until its backward.
     aside = [unit for unit in run.units if settle_pins(run, unit, spent=spent, present=present[unit.index])]
@@ -213,11 +257,15 @@ def backward_end(run: RunRecord, root: UnitRecord, present: Sequence[bool], *, s
         # [R30] In the order in which they owe.
         _reshard_after_backward(run, unit, commands, "R30")
         _send(run, (unit,), commands, "R30")
+    for unit in dict.fromkeys(other for other, _ in left if optional.sends_at_end(other) and other.plan.trainable):
+        # [R46] What ranks may run in any order sends last, in one order.
+        _send(run, (unit,), commands, "R46")
+        sent.append(unit)
     for unit in run.units:
         # [R11] Free units that the backward did not reach, or that recomputation gathered after their gradients; send
         # gradients that came after the message, or that an earlier backward held.
         _reshard_after_backward(run, unit, commands, "R11")
-        if present[unit.index] and unit not in owing:
+        if present[unit.index] and unit not in owing and unit not in sent:
             _send(run, (unit,), commands, "R11")
         if unit in aside:
             _shelve(unit, commands, "R31")
@@ -307,6 +355,8 @@ def reset(run: RunRecord, root: UnitRecord) -> Commands:
         unit.uses.clear()
         unit.pins = Pins()
         unit.sending = Sending()
+        if unit.joining is not None:
+            unit.joining.ran, unit.joining.again = False, 0
     run.order.clear()
     run.order_mark = 0
     run.owed = Owed()
@@ -360,6 +410,35 @@ def _end_use(
         unit.uses.append(len(run.order))
         run.order.append(unit)
         end_use(run, unit)
+        optional.ends(run, unit, unit.sending.open[-1])
+
+
+def _skip(run: RunRecord, unit: UnitRecord, commands: Commands) -> None:
+    """This rank leaves `unit` out: its forward, as on the ranks that run it, without computing anything."""
+    assert unit.joining is not None
+    commands += pre_forward(run, unit, stale=unit.joining.is_stale)
+    commands += post_forward(run, unit, outputs=run.owed.optional.records)
+
+
+def _join_backward(
+    run: RunRecord, unit: UnitRecord, commands: Commands, use: Use | None, *, create_graph: bool
+) -> None:
+    """The backward reached `use` of `unit`."""
+    if not run.in_backward:
+        optional.begin_visits(run)
+    for other, left in optional.left_before(run, unit, use):
+        # [R44] Younger uses that this rank left out, or that its loss does not reach.
+        _visit_absent(run, other, left, commands, create_graph=create_graph)
+
+
+def _visit_absent(
+    run: RunRecord, unit: UnitRecord, use: Use, commands: Commands, *, create_graph: bool = False
+) -> None:
+    """The backward of `use` of `unit`, as on the ranks that ran it, without gradients."""
+    if unit.phase is Phase.BACKWARD:
+        commands += _hand_over(run, unit)
+    commands += pre_backward(run, unit, use=use, create_graph=create_graph)
+    commands += _hand_over(run, unit)
 
 
 def _open_pass(run: RunRecord, unit: UnitRecord, *, outputs: bool) -> None:
@@ -482,6 +561,8 @@ def _end_step(run: RunRecord, commands: Commands) -> None:
         unit.sending.open.clear()
     # [R13] The next forward starts a new order.
     run.order.clear()
+    run.owed.optional.starts.clear()
+    run.owed.optional.is_over = True
 
 
 def _send(run: RunRecord, units: Sequence[UnitRecord], commands: Commands, rule: str = "R18") -> None:
