@@ -57,6 +57,7 @@ __all__ = [
     "report",
     "share_comm_ctx",
     "step_in_backward",
+    "step_on_owners",
     "step_on_shards",
     "sync_module_states",
     "transfer",

@@ -34,6 +34,7 @@ from .extras import check_invariants as check_invariants
 from .extras import grad_stats as grad_stats
 from .extras import replay as replay
 from .extras import step_in_backward as step_in_backward
+from .extras import step_on_owners as step_on_owners
 from .extras import transfer as transfer
 from .extras import weights as weights
 from .migrate.activations import checkpoint_activations as checkpoint_activations

@@ -823,7 +823,17 @@ struct Nccl : Backend {
   c10::intrusive_ptr<Work> alltoall_base(at::Tensor& out, at::Tensor& in, std::vector<int64_t>& outs, std::vector<int64_t>& ins,
                                          const c10d::AllToAllOptions&) override {
     check(Tensors{out, in});
-    TORCH_CHECK(outs.empty() && ins.empty(), "the simulated NCCL exchanges equal parts only");
+    if (!outs.empty() || !ins.empty()) {  // chunks of these rows
+      TORCH_CHECK(static_cast<int>(outs.size()) == size_ && static_cast<int>(ins.size()) == size_, "expected a size for each rank");
+      Tensors chunks;
+      int64_t at = 0;
+      for (auto rows : ins) chunks.push_back(in.narrow(0, at, rows)), at += rows;
+      TORCH_CHECK(at == in.size(0), "Split sizes doesn't match total dim 0 size");
+      return issue(c10d::OpType::ALLTOALL_BASE, {"all-to-all", chunks, {out}, {}, [outs, rank = rank_](const auto& read, Tensors& out) {
+        int64_t at = 0;
+        for (size_t r = 0; r < read.size(); r++) out[0].narrow(0, at, outs[r]).copy_(read[r][rank]), at += outs[r];
+      }});
+    }
     return issue(c10d::OpType::ALLTOALL_BASE, {"all-to-all", {in}, {out}, {}, [rank = rank_](const auto& read, Tensors& out) {
       auto rows = out[0].view({static_cast<int64_t>(read.size()), -1});
       for (size_t r = 0; r < read.size(); r++) rows[r].copy_(read[r][0].view({static_cast<int64_t>(read.size()), -1})[rank]);

@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 
 from .._torch import dtensor_like, local_of, spec_of
 from .._torch.modules import outside_graphs, remains_a_method
-from ..engine.foreign_steps import ON_SHARDS
+from ..engine.foreign_steps import ON_OWNERS, ON_SHARDS
 from ..param import PendingGrad, SteppedGrad
 from ..policy.arguments import expect_flag
 
@@ -76,6 +76,11 @@ def step_on_shards(optimizer: O, *, elementwise: bool = False) -> O:
             f"model.parameters() and pass it here"
         )
     original = type(optimizer)
+    if ON_OWNERS in optimizer.__dict__:
+        raise ValueError(
+            f"optimizer: expected one whose matrices have no owners, found {original.__name__} of step_on_owners, "
+            f"whose update of an element depends on others; name what it may step on shards there (on_shards)"
+        )
     if _ATTRIBUTE in optimizer.__dict__:
         return optimizer
     if original not in ELEMENTWISE and not elementwise:
@@ -84,14 +89,19 @@ def step_on_shards(optimizer: O, *, elementwise: bool = False) -> O:
             f"optimizer: expected one that treats each element by itself ({names}), found {original.__name__}; use it "
             f"as it is, or pass elementwise=True if its update of an element depends on no other element"
         )
-    if "step" in optimizer.__dict__:
-        raise ValueError(
-            "optimizer: expected the step of its class, found another one on the object, which would stay: "
-            "learning-rate schedules put it there; call step_on_shards before the schedule is built"
-        )
+    expect_own_step(optimizer, "step_on_shards")
     optimizer.__dict__[_ATTRIBUTE] = {}
     optimizer.__class__ = _stepping(original)
     return optimizer
+
+
+def expect_own_step(optimizer: Optimizer, caller: str) -> None:
+    """Raise `ValueError` if something replaced the step of its class on the object."""
+    if "step" in optimizer.__dict__:
+        raise ValueError(
+            f"optimizer: expected the step of its class, found another one on the object, which would stay: "
+            f"learning-rate schedules put it there; call {caller} before the schedule is built"
+        )
 
 
 class Around(Protocol):
@@ -111,11 +121,15 @@ def step_parts(optimizer: Optimizer, parts: Parts) -> None:
     shards = _Shards(optimizer, parts)
     try:
         shards.put()
-        # The user's class, without the wrapper that runs step hooks: hooks must not see the exchanged tensors.
-        original: Any = type(optimizer).__bases__[0]
-        getattr(original.step, "__wrapped__", original.step)(optimizer)
+        step_as_its_class(optimizer)
     finally:
         shards.take_back()
+
+
+def step_as_its_class(optimizer: Optimizer) -> None:
+    """The step of the user's class, without the wrapper that runs step hooks: they must not see exchanged tensors."""
+    original: Any = type(optimizer).__bases__[0]
+    getattr(original.step, "__wrapped__", original.step)(optimizer)
 
 
 def _stepping(original: type[Optimizer]) -> Any:
@@ -135,13 +149,17 @@ def _stepping(original: type[Optimizer]) -> Any:
                 around.after_step()
             return loss
 
-        step.__doc__ = original.step.__doc__
-        # Outside of compiled graphs (torch.compile(optimizer.step)): dynamo cannot trace the exchange.
-        hooked: Any = remains_a_method(Optimizer.profile_hook_step(outside_graphs(step)))
-        hooked.hooked = True
-        made = type(original.__name__, (original,), {"step": hooked, "__module__": original.__module__})
-        _CLASSES[original] = made
+        made = _CLASSES[original] = with_step(original, step)
     return made
+
+
+def with_step(original: type[Optimizer], step: Callable[..., Any]) -> Any:
+    """A subclass of `original` that steps by `step`."""
+    step.__doc__ = original.step.__doc__
+    # Outside of compiled graphs (torch.compile(optimizer.step)): dynamo cannot trace the exchange.
+    hooked: Any = remains_a_method(Optimizer.profile_hook_step(outside_graphs(step)))
+    hooked.hooked = True
+    return type(original.__name__, (original,), {"step": hooked, "__module__": original.__module__})
 
 
 class _Mirror:
@@ -232,7 +250,7 @@ class _Shards:
                     mirror.refresh(outer)
                 elif mirror.outer is not None:
                     mirror = self._mirrors[id(parameter)] = _Mirror(parameter, local)
-                mirror.proxy.grad = _local_gradient(parameter, may_be_stepped=self._in_backward)
+                mirror.proxy.grad = local_gradient(parameter, may_be_stepped=self._in_backward)
                 inner_state[mirror.proxy] = mirror.inner
                 proxies.append(mirror.proxy)
                 self._used.append(mirror)
@@ -259,7 +277,9 @@ class _Shards:
                         outer_state[parameter] = inner_state[parameter]
 
 
-def _local_gradient(parameter: DTensor, *, may_be_stepped: bool) -> Tensor | None:
+def local_gradient(parameter: DTensor, *, may_be_stepped: bool = False) -> Tensor | None:
+    """This rank's part of the gradient of a sharded parameter. `may_be_stepped`: None for one that stepped in
+    backward."""
     gradient = parameter.grad
     if gradient is None or (may_be_stepped and isinstance(gradient, SteppedGrad)):
         return None

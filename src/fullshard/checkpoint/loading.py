@@ -36,6 +36,7 @@ from .state import (
     dtype_name,
     dtype_of,
     flatten,
+    nested,
     part_of,
     place_of,
     staging,
@@ -83,8 +84,8 @@ class Request:
     # A list, because tied weights may take one stored tensor twice.
     tensors: list[tuple[TensorEntry, Part]] = field(default_factory=list)
     values: list[tuple[Leaf, Any]] = field(default_factory=list)
-    # New tensors of optimizers: (their state, name of the parameter, name in its state, the tensor or value).
-    new: list[tuple[OpenState, str, str, Any]] = field(default_factory=list)
+    # New tensors of optimizers: (their state, name of the parameter, path in its state, the tensor or value).
+    new: list[tuple[OpenState, str, KeyPath, Any]] = field(default_factory=list)
     # New tensors that are put together of what is read: (what is taken, of which positions in `tensors`).
     wrapped: list[Wrapped] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
@@ -207,7 +208,7 @@ class LoadJob:
             paths = {key: entry_path for key, entry_path in paths.items() if key not in wrapper.keys}
             paths[wrapper.key] = wrapper.path
         for key, entry_path in paths.items():
-            stored.setdefault(key_of(entry_path[:-1]), []).append(key)
+            stored.setdefault(key_of(_entry(entry_path)[:-1]), []).append(key)
         for name, parameter in state.like.items():
             for key in stored.get(self.options.stored_key(key_of((*path, name))), ()):
                 if isinstance(parameter, DTensor):
@@ -217,14 +218,15 @@ class LoadJob:
                     continue
                 self._wanted.keys.add(key)
                 tensor, value = self._manifest.tensors.get(key), self._manifest.values.get(key)
+                item = paths[key][len(_entry(paths[key])) - 1 :]
                 if tensor is None:
                     assert value is not None
-                    self._wanted.new.append((state, name, str(value.path[-1]), value.value))
+                    self._wanted.new.append((state, name, item, value.value))
                     continue
-                item = str(tensor.path[-1])
-                held = state.get(name, {}).get(item)
+                held = state.get(name, {}).get(str(item[0])) if len(item) == 1 else None
                 if not isinstance(held, Tensor) or not _fits(held, tensor):
-                    held = new_state(parameter, tensor)
+                    # Those in lists are whole, whatever their shape is.
+                    held = new_state(parameter if len(item) == 1 else torch.empty(0), tensor)
                 self._wanted.new.append((state, name, item, held))
                 self._match_tensor(key, held, tensor)
 
@@ -325,7 +327,7 @@ class LoadJob:
         """Take over what was read of each of the wanted tensors."""
         with doing(f"{self.what}: tensors of other classes"), torch.inference_mode(False), torch.no_grad():
             for one in self._wanted.wrapped:
-                self._wanted.new.append((one.state, one.name, one.item, one.make(staged)))
+                self._wanted.new.append((one.state, one.name, (one.item,), one.make(staged)))
         parts = [part for _, part in self._wanted.tensors]
         self._copies = [(p.local, read) for p, read in zip(parts, staged, strict=True) if p.local is not None]
 
@@ -372,12 +374,20 @@ def write(tree: Tree, wanted: Request, copies: Sequence[Copy], source: str = "")
         leaf.put(value)
     for _, state in tree.open:
         state.clear()
+    made: dict[tuple[int, str], tuple[OpenState, dict[KeyPath, Any]]] = {}
     for state, name, item, value in wanted.new:
-        state.setdefault(name, {})[item] = value
+        made.setdefault((id(state), name), (state, {}))[1][item] = value
+    for (_, name), (state, leaves) in made.items():
+        state[name] = nested(leaves)
     for stateful, state_dict in tree.stateful:
         stateful.load_state_dict(state_dict)
     with contextlib.suppress(ValueError):  # no sharded parameter among them
         mark_restored(wanted.held, source=source and f"the checkpoint of save {source}")
+
+
+def _entry(path: KeyPath) -> KeyPath:
+    """`path` up to the last name in it: without places in lists."""
+    return path if isinstance(path[-1], str) else _entry(path[:-1])
 
 
 def new_state(parameter: Tensor, entry: TensorEntry) -> Tensor:

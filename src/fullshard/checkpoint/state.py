@@ -72,7 +72,8 @@ def get_state_dict(model: nn.Module, optimizers: Optimizers = ()) -> tuple[dict[
         taken = optimizer.state_dict()
         numbered = names_in_order(optimizer, names)
         for number, entries in taken["state"].items():
-            state[numbered[number]] = dict(entries)
+            if entries:  # else another rank has it whole (step_on_owners)
+                state[numbered[number]] = dict(entries)
         for group in taken["param_groups"]:
             groups.append({**group, "params": [numbered[number] for number in group["params"]]})
     like: dict[str, Tensor] = {names[p]: p for optimizer in optimizers for p in _owned(optimizer)}

@@ -4,7 +4,8 @@
 (which way gradients take), `reduction` (what the engine sees of them), `pool` (messages under way and their buffers),
 `comparison` (digests compared between ranks), `messages` (texts and small sums), `offload` (shards on the host),
 `data_group` (groups that can be cut when a peer fails),
-`exchange` (parts of tensors from one layout to another one).
+`exchange` (parts of tensors from one layout to another one), `owner_line` (whole matrices to
+their owners, and back).
 """
 
 from .choice import Nodes as Nodes
@@ -55,6 +56,8 @@ from .offload import Landing as Landing
 from .offload import OffloadedGather as OffloadedGather
 from .offload import settle_uploads as settle_uploads
 from .offload import uploading as uploading
+from .owner_line import OwnerLine as OwnerLine
+from .owner_line import owner_ranks as owner_ranks
 from .pool import BufferPool as BufferPool
 from .reduction import Dtypes as Dtypes
 from .reduction import Parts as Parts

@@ -104,11 +104,13 @@ class Line:
             out, piece = _carried(out), _carried(piece)
         return self.send(_GATHERS, out, piece, _GATHER)
 
-    def exchange(self, out: Tensor, pieces: Tensor) -> Work:
-        """`pieces` and `out` (world * n,): chunk r goes to rank r; chunk r of `out` comes from rank r."""
+    def exchange(self, out: Tensor, pieces: Tensor, arriving: Sequence[int] = (), leaving: Sequence[int] = ()) -> Work:
+        """`pieces` and `out` (world * n,): chunk r goes to rank r; chunk r of `out` comes from rank r. `arriving`,
+        `leaving`: the elements of each chunk, where they are not as many for each rank; in dtypes that backends know.
+        """
         if out.dtype not in _CARRIED:
             out, pieces = _carried(out), _carried(pieces)
-        return self.send(_EXCHANGES, out, pieces, [], [], _EXCHANGE)
+        return self.send(_EXCHANGES, out, pieces, list(arriving), list(leaving), _EXCHANGE)
 
     def reduce_scatter(self, out: Tensor, pieces: Tensor, op: dist.ReduceOp.RedOpType = SUM) -> Work:
         """Reduce chunk `rank` of all ranks' `pieces` (world * n,) into `out` (n,)."""

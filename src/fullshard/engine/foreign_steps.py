@@ -25,6 +25,8 @@ from .root import module_units
 
 # On an optimizer that steps on shards (api/optimizer.py).
 ON_SHARDS = "_fullshard_mirrors"
+# On one that steps whole matrices on their owners (extras/owners.py), which steps the rest on shards.
+ON_OWNERS = "_fullshard_owners"
 
 
 @refuses_steps((None,), lasts=True)
@@ -84,7 +86,7 @@ def _refuse_few_rows(optimizer: Optimizer, params: Iterable[Tensor]) -> None:
             ranks = p.device_mesh.size(axis)
             if not isinstance(placement, Shard) or p.shape[placement.dim] >= ranks:
                 continue
-            cure = "give it to AdamW"
+            cure = "call fullshard.step_on_owners(optimizer), or give it to AdamW"
             if p.shape[1 - placement.dim] >= ranks:
                 cure += f", or shard dim {1 - placement.dim} of such a matrix (shard_placement_fn of fully_shard)"
             raise RuntimeError(

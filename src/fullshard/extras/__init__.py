@@ -1,6 +1,6 @@
 """Tools for the training loop on top of the engine's public surface and a few of its functions: micro-batches that fit,
 optimizer steps in backward, one decision on NaN and inf, figures of gradients, uneven numbers of batches, replay of a
-step, averages of parameters, weights for others and transfers between layouts.
+step, averages of parameters, weights for others, transfers between layouts, and steps of whole matrices.
 """
 
 from ..agree import Drift as Drift
@@ -18,6 +18,9 @@ from .invariants import InvariantBroken as InvariantBroken
 from .invariants import InvariantChecks as InvariantChecks
 from .invariants import check_invariants as check_invariants
 from .micro_batches import MicroBatches as MicroBatches
+from .owners import StepOnOwners as StepOnOwners
+from .owners import matrices as matrices
+from .owners import step_on_owners as step_on_owners
 from .replay import Replay as Replay
 from .replay import ReplayError as ReplayError
 from .replay import replay as replay

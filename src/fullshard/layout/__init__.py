@@ -3,7 +3,7 @@
 Standard library only, so it imports without torch. Files: `shard` (one parameter; bytes per element), `flat` (one unit
 and its gradient messages), `gather` (direct or packed gathers; what stays between forward and backward), `memory`
 (bytes of one unit), `budget` (what fits into a number of bytes), `boxes` (parts of tensors), `names` and `routes`
-(what goes from one layout to another one).
+(what goes from one layout to another one), `owners` (which rank steps which whole matrix).
 """
 
 from .boxes import Box as Box
@@ -38,6 +38,10 @@ from .memory import total as total
 from .names import Link as Link
 from .names import Names as Names
 from .names import rename as rename
+from .owners import FleetPlan as FleetPlan
+from .owners import Matrix as Matrix
+from .owners import OwnersPlan as OwnersPlan
+from .owners import newton_schulz_flops as newton_schulz_flops
 from .routes import Cutting as Cutting
 from .routes import Held as Held
 from .routes import Parts as Parts
