@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from .._torch import local_of
-from ..agree.recovery import steps_taken
+from ..agree.ledger import program_of
 from ..api import PeerFailed, RanksDisagree, step_on_shards
 from ..api.optimizer import ELEMENTWISE, expect_own_step, step_parts, with_step
 from ..comm import OwnerLine, owner_ranks
@@ -227,7 +227,7 @@ class OwnerSteps:
         if self.written:
             for line in self._lines.values():
                 if line.scope is not None:
-                    steps_taken(line.scope).half = ""
+                    program_of(line.scope).half = ""
         self.written = ()
 
     # ---- the plan ------------------------------------------------------------------------------------------
@@ -402,7 +402,7 @@ class OwnerSteps:
         self.written = written
         for line in self._lines.values():
             if line.scope is not None:
-                steps_taken(line.scope).half = type(self._optimizer).__name__
+                program_of(line.scope).half = type(self._optimizer).__name__
 
     def _explained(self, failed: OwnerRaised, title: str, written: tuple[str, ...]) -> BaseException:
         told = "; ".join(f"rank {rank} raised {text}" for rank, text in failed.by_rank.items())
