@@ -187,8 +187,20 @@ def folded(texts: list[bytes], combine: Callable[[list[bytes]], bytes]) -> tuple
 def test_every_rank_but_the_first_sends_to_one(world: int) -> None:
     senders = [one for rank in range(world) for one in below(rank, world)]
     assert sorted(senders) == list(range(1, world))
-    assert all(one in below(above(one), world) for one in range(1, world))
+    assert all(one in below(above(one, world), world) for one in range(1, world))
     assert max(len(below(rank, world)) for rank in range(world)) <= FAN_IN
+
+
+@pytest.mark.parametrize("world", [20, 300, 4_096, 10_000])
+def test_branches_are_about_equal(world: int) -> None:
+    """No rank passes on what most others have; and the tree is no deeper than one of the largest fan-in."""
+    _, sent, depth = folded([b"r"] * world, b"".join)
+    assert max(sent) <= 2 * world / len(below(0, world))
+    reached, levels = 1, 0
+    while reached < world:
+        levels += 1
+        reached += FAN_IN**levels
+    assert depth == levels
 
 
 @pytest.mark.parametrize("world", [1, 7, 40, 300])

@@ -7,6 +7,7 @@ group beside each process group. It has its own scope: a failed save does not fa
 from __future__ import annotations
 
 import ctypes
+import functools
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -161,24 +162,46 @@ class Messenger(NamedTuple):
         return most
 
 
-# How many ranks send to one; and the bytes of a message's first part, which has its length.
+# How many ranks send to one, at most; and the bytes of a message's first part, which has its length.
 FAN_IN = 16
 _FRAME_NBYTES = 256
 _FOLD_TAG = 0x66736868
+
+
+@functools.cache
+def fan_in(world: int) -> int:
+    """How many ranks of `world` send to one in the tree: as few as make it no deeper than FAN_IN does. So its branches
+    are about equal, and none passes on most of what there is.
+
+    >>> fan_in(17), fan_in(20), fan_in(10_000)
+    (16, 4, 10)
+    """
+    depth = _depth(world, FAN_IN)
+    return next(each for each in range(1, FAN_IN + 1) if _depth(world, each) <= depth)
+
+
+def _depth(world: int, fan_in: int) -> int:
+    """The depth of a tree of `world` ranks."""
+    depth, room, level = 0, 1, 1
+    while room < world:
+        depth, level = depth + 1, level * fan_in
+        room += level
+    return depth
 
 
 def below(rank: int, world: int) -> range:
     """The ranks that send to `rank` in the tree.
 
     >>> below(0, 20), below(1, 20)
-    (range(1, 17), range(17, 20))
+    (range(1, 5), range(5, 9))
     """
-    return range(min(rank * FAN_IN + 1, world), min((rank + 1) * FAN_IN + 1, world))
+    each = fan_in(world)
+    return range(min(rank * each + 1, world), min((rank + 1) * each + 1, world))
 
 
-def above(rank: int) -> int:
+def above(rank: int, world: int) -> int:
     """The rank to which `rank`, not the first one, sends."""
-    return (rank - 1) // FAN_IN
+    return (rank - 1) // fan_in(world)
 
 
 class _Fold:
@@ -214,7 +237,7 @@ class _Fold:
         room = _FRAME_NBYTES - 8
         head = len(made).to_bytes(8, "little") + made[:room].ljust(room, b"\0")
         for part in filter(None, (head, made[room:])):
-            group.send([_tensor(part)], above(self._rank), _FOLD_TAG).wait()
+            group.send([_tensor(part)], above(self._rank, self._world), _FOLD_TAG).wait()
         return None
 
 
