@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.common import ModelShape, on_ranks, paired_ratio, print_json
-from fullshard.comm import BufferPool, Dtypes, Links, PlannedGather, ShardGroup, reduce_channel
+from fullshard.comm import BufferPool, Dtypes, Links, Outgoing, PlannedGather, ShardGroup, reduce_channel
 from fullshard.layout import FlatLayout, GatherPlan, ShardLayout
 from fullshard.policy import Controls
 
@@ -73,7 +73,7 @@ class Unit:
         dtypes = Dtypes(torch.float32, torch.float32, torch.float32, torch.float32)
         links, controls = Links(self.group).under("auto"), Controls()
         channel = reduce_channel(links, self.pack, direct, dtypes, self.pool, strategy="auto", controls=controls)
-        return lambda: channel.issue(self.gradients, accumulated=False).collect()
+        return lambda: channel.issue(self.gradients, Outgoing(False)).collect()
 
 
 def measure(rank: int, world: int, widths: list[int], rounds: int) -> dict[int, dict[str, list[float]]]:

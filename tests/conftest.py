@@ -83,7 +83,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--pairs",
         action="store_true",
-        help="with --ranks=gloo: parameters and gradients go from rank to rank (comm/data_group.py), however small",
+        help="with --ranks=gloo: parameters and gradients go from rank to rank (comm/group.py), however small",
     )
     parser.addoption(
         "--record-behaviours",

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from benchmarks.gpu_step import BlockShape, Chain
-from fullshard.comm import BufferPool, Dtypes, Links, ReduceChannel, ShardGroup, reduce_channel
+from fullshard.comm import BufferPool, Dtypes, Links, Outgoing, ReduceChannel, ShardGroup, reduce_channel
 from fullshard.layout import FlatLayout, ShardLayout
 from fullshard.policy import Controls
 from tests.harness.pool import pool
@@ -92,10 +92,10 @@ def _reduce(
     gradients = [gradient.to("simulated") for gradient in _gradients(rank, sent)]
     kept: list[Tensor | None] = []
     if partials:
-        kept = channel.issue(gradients, accumulated=False, keep=True).collect()
+        kept = channel.issue(gradients, Outgoing(False, keep=True)).collect()
         kept[partials:] = [None] * (len(kept) - partials)
     with _Counts() as counts:
-        parts = channel.issue(gradients, accumulated=False, partials=kept).collect()
+        parts = channel.issue(gradients, Outgoing(False, kept)).collect()
     return counts.operators, counts.nbytes, [None if part is None else part.cpu() for part in parts]
 
 

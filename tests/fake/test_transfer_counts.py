@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from fullshard import fully_shard, transfer, weights
 from fullshard.comm import exchange, ranks_of
-from fullshard.comm.group import Line
+from fullshard.comm.data_group import Line
 from fullshard.extras.transfer import _side, tensors_of
 from tests.harness.fake import fake_world
 

@@ -10,7 +10,7 @@ import torch.distributed.fsdp as torch_fsdp
 from torch import nn
 
 import fullshard
-from fullshard.api.unknown import unknown_methods
+from fullshard.api.classes import unknown_methods
 from tests.harness.fake import fake_world
 
 

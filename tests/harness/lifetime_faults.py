@@ -56,10 +56,11 @@ class Forwarding(dist.Store):
 
 
 _DG, _GROUPS, _GROUP = "comm.data_group:DataGroup", "_torch.groups", "comm.group:ShardGroup"
+_CONNECTED = "comm.connections:connected"
 _STORE = "    store = dist.PrefixStore(name, store)\n"
 _KEPT = '("_timeout", "is_high_priority_stream", "config")'
 _KNOWN = "known = list(outs), list(pieces)"
-_EACH = "return [self.send(_GATHERS_EACH, *known, _GATHER)]"
+_EACH = "return [self.send(GATHERS_EACH, *known, GATHER)]"
 _MAKES = ".ProcessGroupNCCL(store, rank, size, options), kinds.NCCL"
 _HERE = "__import__('tests.harness.lifetime_faults', fromlist=['_'])"
 
@@ -67,13 +68,13 @@ LIFETIMES: dict[str, Lifetime] = {
     # ---- lifetimes ----
     "the store is one of Python's, and nobody keeps it": Lifetime(
         SeededFault(
-            "comm.data_group:same_group", _STORE, f"    store = dist.PrefixStore(name, {_HERE}.Forwarding(store))\n"
+            "comm.connections:same_group", _STORE, f"    store = dist.PrefixStore(name, {_HERE}.Forwarding(store))\n"
         ),
         lifetimes.collects,
     ),
     "the store is one of Python's, kept until the group is connected": Lifetime(
         SeededFault(
-            "comm.data_group:same_group",
+            "comm.connections:same_group",
             _STORE,
             f"    kept = {_HERE}.Forwarding(store)\n    store = dist.PrefixStore(name, kept)\n",
         ),
@@ -127,20 +128,20 @@ LIFETIMES: dict[str, Lifetime] = {
     # ---- laziness: when connections are made and ended ----
     "connections are made by the first message": Lifetime(
         SeededFault(
-            "comm.data_group:same_group",
+            "comm.connections:same_group",
             "own.eager_connect_single_device(_indexed(device))",
             "pass",
         ),
         lifetimes.collects,
     ),
     "nothing ends the wait for a connection": Lifetime(
-        SeededFault(f"{_DG}.connect", "wait_until(lambda: connecting.is_over, wait)", "connecting.join()"),
+        SeededFault(_CONNECTED, "wait_until(lambda: connecting.is_over, wait)", "connecting.join()"),
         lifetimes.dies_connecting,
         hangs=True,
     ),
     "connections are made outside of the watch": Lifetime(
         SeededFault(
-            f"{_DG}.connect",
+            _CONNECTED,
             "wait_until(lambda: connecting.is_over, wait)",
             "while not connecting.is_over: time.sleep(0.01)",
         ),
@@ -148,7 +149,7 @@ LIFETIMES: dict[str, Lifetime] = {
         hangs=True,
     ),
     "the error of a connection is dropped": Lifetime(
-        SeededFault(f"{_DG}.connect", "made = connecting.result()", "made = connecting._made"), lifetimes.refused
+        SeededFault(_CONNECTED, "return connecting.result()", "return connecting._made"), lifetimes.refused
     ),
     "an abort is not called": Lifetime(SeededFault(f"{_DG}.cut", "self._group.abort()", "pass"), lifetimes.cuts),
     "a cut group is not known to be cut": Lifetime(
@@ -187,7 +188,7 @@ LIFETIMES: dict[str, Lifetime] = {
         SeededFault("agree.guarded_steps:arrive", "scope.groups.check()", "pass"), lifetimes.breaks, (False,)
     ),
     "what NCCL ended is not lost": Lifetime(
-        SeededFault(f"{_DG}._explain", "(number <= self.issued or bool(self.broke))", "number <= self.issued"),
+        SeededFault(f"{_DG}.refuse", "(number <= self.issued or bool(self.broke))", "number <= self.issued"),
         lifetimes.goes_on,
     ),
     "what was under way at an abort is not lost": Lifetime(
@@ -208,7 +209,7 @@ LIFETIMES: dict[str, Lifetime] = {
             f"{_GROUP}.gather_each",
             _EACH,
             "self.process_group._start_coalescing(self.device)\n"
-            "        work = self.send(_GATHERS_EACH, *known, _GATHER)\n"
+            "        work = self.send(GATHERS_EACH, *known, GATHER)\n"
             "        self.process_group._end_coalescing(self.device)\n"
             "        return [work]",
         ),
@@ -219,7 +220,7 @@ LIFETIMES: dict[str, Lifetime] = {
             f"{_GROUP}.gather_each",
             _EACH,
             "self.process_group._start_coalescing(self.device)\n"
-            "        self.send(_GATHERS_EACH, *known, _GATHER)\n"
+            "        self.send(GATHERS_EACH, *known, GATHER)\n"
             "        pieces[0].add_(1)\n"
             "        return [self.process_group._end_coalescing(self.device)]",
         ),
@@ -260,7 +261,7 @@ LIFETIMES: dict[str, Lifetime] = {
     ),
     "dtypes that NCCL lacks are sent": Lifetime(
         SeededFault(
-            "comm.group:_carried", "tensor if tensor.dtype in _CARRIED else tensor.view(torch.uint8)", "tensor"
+            "comm.data_group:carried", "tensor if tensor.dtype in CARRIED else tensor.view(torch.uint8)", "tensor"
         ),
         lifetimes.direct,
     ),
@@ -319,7 +320,9 @@ LIFETIMES: dict[str, Lifetime] = {
         "nccl2",
     ),
     "data groups are of the other class, without a device": Lifetime(
-        SeededFault("comm.data_group:same_group", _MAKES, ".ProcessGroupNCCL2(store, rank, size, options), kinds.NCCL"),
+        SeededFault(
+            "comm.connections:same_group", _MAKES, ".ProcessGroupNCCL2(store, rank, size, options), kinds.NCCL"
+        ),
         lifetimes.named,
         (),
         2,
@@ -327,7 +330,7 @@ LIFETIMES: dict[str, Lifetime] = {
     ),
     "data groups are of the other class": Lifetime(
         SeededFault(
-            "comm.data_group:same_group",
+            "comm.connections:same_group",
             _MAKES,
             ".ProcessGroupNCCL2(store, rank, size, options, _indexed(device)), kinds.NCCL",
         ),

@@ -583,7 +583,7 @@ PLANTED: dict[str, Planted] = {
                 "    unit = self._unit\n",
                 "    unit = self._unit\n    here.times('forwards')\n",
             ),
-            change(_SEND, "    direct, packed =", "    here.sends(self)\n    direct, packed ="),
+            change(_SEND, "    staging =", "    here.sends(self)\n    staging ="),
             arrives("[x * 1.001 for x in v] if here.was_prefetched(self) else v"),
         ),
         "zero3",

@@ -344,7 +344,7 @@ FAULTS: dict[str, SeededFault] = {
     "shards are written while they are sent": SeededFault(
         f"{_GATHER}.send",
         "        works += self._group.gather_each(outs, pieces)",
-        "        works += self._group.gather_each(outs, pieces)\n        [own.mul_(1) for own in direct.own]",
+        "        works += self._group.gather_each(outs, pieces)\n        [own.mul_(1) for own in self._own]",
         _ALONE,
     ),
     "staged parameters are overwritten while they arrive": SeededFault(
@@ -384,6 +384,7 @@ class Case(NamedTuple):
 RECEIVE, REDUCED = "param.group:ParamGroup.receive", "gradients.reduced = part if"
 _EACH = "gradients = self.params[i].gradients"
 TAKE, SENT_FRESH = "param.group:ParamGroup.take_gradients", "else gradients.fresh)"
+_LEAVES = "leaving = packed = self._packed\n"
 _FILL, _ROWS = "comm.reduce:MessageReduce.fill", "gradient.reshape(*rows)"
 _ARRIVED = "staging.views[: len(destinations)]"
 _RANK = "torch.distributed.get_rank()"
@@ -537,8 +538,8 @@ PROVEN: dict[str, Case] = {
     "a rank sends stale shards": Case(
         SeededFault(
             "comm.gather:PlannedGather.send",
-            "else packed.own\n",
-            f"else packed.own\n    leaving = here.first(self, leaving) if packed and {_RANK} else leaving\n",
+            _LEAVES,
+            f"{_LEAVES}    leaving = here.first(self, leaving) if packed is not None and {_RANK} else leaving\n",
         ),
         "zero3",
         "forward",
@@ -548,8 +549,8 @@ PROVEN: dict[str, Case] = {
     "half of the shards are sent before the step": Case(
         SeededFault(
             "comm.gather:PlannedGather.send",
-            "else packed.own\n",
-            "else packed.own\n    leaving = None if leaving is None else here.half_new(self, leaving)\n",
+            _LEAVES,
+            f"{_LEAVES}    leaving = None if leaving is None else here.half_new(self, leaving)\n",
         ),
         "zero3+offload",
         "forward",

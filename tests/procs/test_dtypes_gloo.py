@@ -84,7 +84,7 @@ def test_frozen_parameters_of_dtypes_that_gloo_knows() -> None:
 
 
 def test_a_large_weight_that_goes_from_rank_to_rank() -> None:
-    """Without a collective, because of its size (comm/data_group.py)."""
+    """Without a collective, because of its size (comm/group.py)."""
     rows = PAIRWISE_PARAMETER_NBYTES  # of three bytes, over two ranks
     for alone in (False, True):
         pool(2).run(_frozen, "fullshard", "float8_e4m3fn", alone, rows)

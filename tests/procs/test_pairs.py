@@ -1,4 +1,4 @@
-"""Messages from rank to rank (comm/data_group.py), which carry large parameters and gradients on gloo: bitwise what the
+"""Messages from rank to rank (comm/group.py), which carry large parameters and gradients on gloo: bitwise what the
 collectives carry, whatever the shapes, and for every parameter there is when the sizes from which they pay are nothing.
 """
 
@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import fullshard
-from fullshard.comm import data_group
 from fullshard.comm import group as group_module
 from tests.harness.forked import run_forks
 from tests.harness.models import CASES, Case, Trained, adamw, collect
@@ -54,16 +53,15 @@ def sizes(nbytes: int) -> Iterator[None]:
 
 def train(case: Case, rank: int, nbytes: int, options: dict[str, Any]) -> tuple[Trained, int, int]:
     """What training makes, and how many parameters and gradients were sent from rank to rank."""
-    sent = {data_group.PARAMETERS_TAG: 0, data_group.GRADIENTS_TAG: 0}
+    sent = {group_module.PARAMETERS_TAG: 0, group_module.GRADIENTS_TAG: 0}
 
     def counted(group: Any, arriving: Any, leaving: Any, tag: int) -> Any:
         sent[tag] += max((len(tensors) for tensors in leaving.values()), default=0)
         return exchange_each(group, arriving, leaving, tag)
 
-    exchange_each = data_group.exchange_each
+    exchange_each = group_module.exchange_each
     with (
         sizes(nbytes),
-        mock.patch.object(data_group, "exchange_each", counted),
         mock.patch.object(group_module, "exchange_each", counted),
     ):
         model = case.shard(case.build(), fullshard.fully_shard, **options)
@@ -74,7 +72,7 @@ def train(case: Case, rank: int, nbytes: int, options: dict[str, Any]) -> tuple[
                 case.loss(model, case.batch(2 * step + part, rank)).backward()
             optimizer.step()
             optimizer.zero_grad()
-        return collect(model, optimizer), sent[data_group.PARAMETERS_TAG], sent[data_group.GRADIENTS_TAG]
+        return collect(model, optimizer), sent[group_module.PARAMETERS_TAG], sent[group_module.GRADIENTS_TAG]
 
 
 def both_ways(rank: int, cases: list[Case], options: dict[str, Any], axes: tuple[int, ...]) -> None:
@@ -150,9 +148,9 @@ def test_a_users_messages_are_not_mistaken_for_ours() -> None:
 def _large(rank: int) -> None:
     model = nn.Sequential(nn.Linear(512, 512, bias=False), nn.Linear(512, 40), nn.Linear(40, 512))
     fullshard.fully_shard(model)
-    with mock.patch.object(group_module, "exchange_each", wraps=data_group.exchange_each) as exchange:
+    with mock.patch.object(group_module, "exchange_each", wraps=group_module.exchange_each) as exchange:
         F.mse_loss(model(torch.ones(2, 512)), torch.zeros(2, 512)).backward()
-    [call] = [call for call in exchange.call_args_list if call.args[3] == data_group.GRADIENTS_TAG]
+    [call] = [call for call in exchange.call_args_list if call.args[3] == group_module.GRADIENTS_TAG]
     [leaving] = call.args[2].values()
     # The large weight's half by itself; everything else, and presence, behind each other.
     assert leaving[0].numel() == 512 * 512 // 2 and len(leaving) == 2

@@ -108,7 +108,7 @@ _asked: bool | None = None
 
 
 def _subclasses_are_asked(spec: DTensorSpec, local: Tensor) -> bool:
-    """By a trial, once in a process, which active dispatch modes do not see."""
+    """Whether they are, by a trial, once in a process, which active dispatch modes do not see."""
     global _asked
     if _asked is None:
         with _disable_current_modes():

@@ -39,7 +39,7 @@ def default_store() -> Any:
 
 
 def error_of(process_group: ProcessGroup, device: torch.device) -> str:
-    """What NCCL's watchdog found wrong with `process_group`, as torch names it; "" if nothing. Set before it aborts the
+    """The error that NCCL's watchdog found in `process_group`, as torch names it; "" if none. Set before it aborts the
     communicator, so a message that it ended is never over before."""
     found = cast(Any, process_group._get_backend(device)).get_error()
     return "" if found == found.__class__.SUCCESS else str(found.name)
@@ -149,7 +149,7 @@ def new_group(
 
 
 def _bound_later(like: ProcessGroup, device: torch.device) -> dict[str, Any]:
-    """What tells a group beside `like` to be of `device`, and to connect at its first message.
+    """The arguments by which a group beside `like` is of `device`, and connects at its first message.
 
     From torch 2.15 on the NCCL of "nccl" connects where it is bound, and torch binds a group without a device to that
     of LOCAL_RANK or of the rank: another rank's, where a program counts devices otherwise. Others need nothing."""
@@ -174,9 +174,9 @@ def _indexed(device: torch.device) -> torch.device:
 
 
 class NcclWatchdog(NamedTuple):
-    """What torch's own watchdog of NCCL does in this process. `ends_process`: after an error of NCCL, or the time limit
-    of a message. `hung_seconds`: after so long without a sign of life of the watchdog itself torch ends the process;
-    0: never."""
+    """Says what torch's own watchdog of NCCL does in this process. `ends_process`: after an error of NCCL, or the time
+    limit of a message. `hung_seconds`: after so long without a sign of life of the watchdog itself torch ends the
+    process; 0: never."""
 
     ends_process: bool
     hung_seconds: float

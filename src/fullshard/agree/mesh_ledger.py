@@ -24,8 +24,7 @@ import torch
 from torch import Tensor
 
 from ..comm import Comparison, Links, ReduceChannel, alike
-from ..engine.names import first_few
-from ..engine.names_elsewhere import names_elsewhere
+from ..engine.names import first_few, names_elsewhere
 from ..engine.unit import AnyRoot, Unit
 from ..param import PendingGrad
 from ..peers import RanksDisagree, Scope, scope_of, shown_ranks

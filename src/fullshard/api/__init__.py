@@ -8,6 +8,7 @@ from .clip import GradScaler as GradScaler
 from .clip import clip_grad_norm_ as clip_grad_norm_
 from .finalization import GradientReductionHandle as GradientReductionHandle
 from .full_params import full_params as full_params
+from .full_params import unit_open as unit_open
 from .full_params import write_shards as write_shards
 from .fully_shard import fully_shard as fully_shard
 from .fully_shard import register_fsdp_forward_method as register_fsdp_forward_method
@@ -28,4 +29,3 @@ from .module import share_comm_ctx as share_comm_ctx
 from .optimizer import step_on_shards as step_on_shards
 from .placement import ShardPlacementResult as ShardPlacementResult
 from .rebind import rebind_optimizer as rebind_optimizer
-from .unit_open import unit_open as unit_open

@@ -21,7 +21,7 @@ import inspect
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -33,7 +33,6 @@ from ..engine.mixed_operations import note_shards_read
 from ..policy.arguments import expect_module
 from ..schedule import Full
 from .module import FSDPModule
-from .unknown import unknown_methods
 
 # ---- making it -------------------------------------------------------------------------------------------------------
 
@@ -253,3 +252,34 @@ def _wrapped_adapters(model: nn.Module) -> str | None:
 def _sharded(tensors: Iterable[tuple[str, Any]]) -> str | None:
     """The name of the first sharded tensor, or None."""
     return next((name for name, tensor in tensors if isinstance(tensor, DTensor)), None)
+
+
+# ---- unknown methods -------------------------------------------------------------------------------------------------
+# torch's class is a base for `isinstance` alone. A method that another torch adds to it would be inherited, and would
+# act on state that is not there.
+
+
+def unknown_methods(known: type, original: type[nn.Module] = nn.Module) -> dict[str, Any]:
+    """Methods and properties that raise, for those that torch's class has now and neither `known` nor `original`
+    has."""
+    found: dict[str, Any] = {}
+    for name, attribute in vars(TorchFSDPModule).items():
+        acts = callable(attribute) or hasattr(attribute, "__get__")
+        # What Python keeps on every class has two underlines and is no function.
+        special = name.startswith("__") and name.endswith("__") and not inspect.isfunction(attribute)
+        if acts and not special and name not in vars(known) and not hasattr(original, name):
+            refuse = _unknown(name)
+            found[name] = refuse if callable(getattr(TorchFSDPModule, name)) else property(refuse)
+    return found
+
+
+def _unknown(name: str) -> Callable[..., NoReturn]:
+    def refuse(self: object, *_: Any, **__: Any) -> NoReturn:
+        raise NotImplementedError(
+            f"{type(self).__name__}.{name}: expected a method of FSDPModule that fullshard has, found one that torch "
+            f"{torch.__version__} added, which would act on state that torch's fully_shard makes; leave the call out, "
+            f"or use a version of fullshard whose documents name it"
+        )
+
+    refuse.__name__ = refuse.__qualname__ = name
+    return refuse

@@ -288,7 +288,7 @@ class GradScaler(torch.amp.GradScaler):
 
 
 def _local_views(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    """For each parameter with a gradient: a tensor over its local memory, with the local gradient on `.grad`."""
+    """A tensor over the local memory of each parameter with a gradient, with the local gradient on `.grad`."""
     views = []
     for parameter in (p for group in optimizer.param_groups for p in group["params"] if p.grad is not None):
         view, gradient = parameter.detach(), parameter.grad

@@ -1,6 +1,7 @@
-"""`full_params`: temporary access to the plain, unsharded parameters, to inspect, edit, save or evaluate the model.
+"""Access to full parameters outside of a forward: `full_params` and `unit_open`.
 
-The counterpart of FSDP1's `FSDP.summon_full_params`, which torch's FSDP2 lacks. Arguments and errors are FSDP1's, but
+`full_params` shows plain, unsharded parameters for a while, to inspect, edit, save or evaluate the model. It is the
+counterpart of FSDP1's `FSDP.summon_full_params`, which torch's FSDP2 lacks. Arguments and errors are FSDP1's, but
 `writeback` defaults to False.
 """
 
@@ -17,8 +18,9 @@ from ..agree.order import before_opening
 from ..comm import settle_uploads
 from ..engine import Unit, unit_of
 from ..engine.full_params import NoSteps, Opening, OpenUnit, opened_of, refuse_in_step
+from ..engine.hooks import hooks_of
 from ..engine.root import module_units
-from ..policy.arguments import expect_flag
+from ..policy.arguments import expect_flag, expect_module
 
 
 @contextmanager
@@ -30,7 +32,7 @@ def full_params(
     rank0_only: bool = False,
     offload_to_cpu: bool = False,
 ) -> Iterator[None]:
-    """Inside the context the sharded parameters of `model` are plain, full `nn.Parameter`s in the storage dtype.
+    """Show the sharded parameters of `model` inside the context as plain, full `nn.Parameter`s in the storage dtype.
 
         with fullshard.full_params(model, rank0_only=True, offload_to_cpu=True):
             if rank == 0:
@@ -127,3 +129,40 @@ def write_shards(model: nn.Module, what: str) -> list[Unit]:
             unit.root.reshard(unit)
     settle_uploads()
     return units
+
+
+@contextmanager
+def unit_open(module: nn.Module) -> Iterator[None]:
+    """Show the parameters of the sharded `module` inside the context as in its forward, full; they may be read
+    directly.
+
+        hidden = model(tokens)
+        with fullshard.unit_open(model.head):
+            loss = fused_cross_entropy(hidden, model.head.weight, labels)
+        loss.backward()
+
+    For functions that take a weight instead of calling a module: fused or chunked cross-entropy. One use of the unit,
+    like one forward: its gradients are reduced with those of the unit's other uses, and weights that backward reads are
+    gathered again. `full_params` and `unshard()` show weights without that.
+
+    module: one to which `fully_shard` was applied; only parameters of its own unit are opened, in `param_dtype`. What
+        the block computes with them is not cast: cast inputs yourself.
+    Collective where the unit is not full: all ranks open it, after the model's first forward began, in the same order.
+    The unit owns the full parameters: they are freed at exit as after a forward, so do not keep them. Allowed inside of
+    a forward, under `torch.no_grad()` (no gradients) and in recomputation. An exception in the block ends the step as
+    one in a forward does.
+
+    Raises `ValueError` for a module that is no unit, and names units in it; `RuntimeError` where saved-tensor hooks are
+    disabled.
+    """
+    expect_module("module", module)
+    unit = unit_of(module)
+    if unit is None:
+        inside = [type(below.module).__name__ for below in module_units(module)]
+        found = f"which has {len(inside)} in it ({', '.join(inside[:4])})" if inside else "with none in it"
+        raise ValueError(
+            f"module: expected one to which fully_shard was applied, found {type(module).__name__}, {found}; open the "
+            f"module whose unit has the parameter: the nearest one above it that was sharded"
+        )
+    with hooks_of(unit).opened(module):
+        yield

@@ -311,7 +311,7 @@ def mark_initialized(module: nn.Module) -> None:
         unit.unproven = False
     for unit in units:
         if unit.root is not None:
-            unit.root.unproven.some = any(other.unproven for other in unit.root.units)
+            unit.root.some_unproven = any(other.unproven for other in unit.root.units)
 
 
 # ---- initialisers to call ------------------------------------------------------------------------------------

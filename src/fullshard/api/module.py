@@ -154,7 +154,7 @@ class UnshardHandle(TorchUnshardHandle):
 if TYPE_CHECKING:
 
     class _Sharded(TorchFSDPModule, nn.Module):
-        """What a type checker has to know: only modules have this class, beside their own."""
+        """Tells a type checker that only modules have this class, beside their own."""
 
 else:
     _Sharded = TorchFSDPModule
@@ -181,7 +181,8 @@ class FSDPModule(_Sharded):
     # ---- parameters ----------------------------------------------------------------------------------------
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """As in torch: what is on the modules, full parameters too. To torch's `get_state_dict` and its like it shows
+        """Names and parameters on the modules, full ones too, as in torch. To torch's `get_state_dict` and its like it
+        shows
         the sharded ones at any moment: they look up in it what the optimizer holds."""
         named = cast(Any, super()).named_parameters(*args, **kwargs)
         if torch.compiler.is_compiling() or not _is_looked_up():
@@ -371,7 +372,8 @@ class FSDPModule(_Sharded):
         return result
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As `nn.Module.zero_grad`, but always for the sharded parameters: many loops call this between forward and
+        """Clear gradients as `nn.Module.zero_grad`, but always of the sharded parameters: many loops call this between
+        forward and
         backward, when the root's full parameters are on the module."""
         if type(set_to_none) is not bool:
             expect_flag("set_to_none", set_to_none)

@@ -1,5 +1,5 @@
-"""Which unit has a parameter, its modules and its memory: recorded by `fully_shard`, so that a later call finds what an
-earlier one took. Ties across units are found by it, and two parameters over the same memory."""
+"""Records which unit has a parameter, its modules and its memory, so that a later `fully_shard` finds what an earlier
+one took. Ties across units are found by it, and two parameters over the same memory."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ class Share(NamedTuple):
     """The parameters of a unit on one mesh."""
 
     mesh: DeviceMesh
-    # For parameters that are DTensors on a mesh with all axes (`dp_mesh_dims`), if `mesh` is the unit's.
+    # The mesh with all axes (`dp_mesh_dims`) of parameters that are DTensors on it, if `mesh` is the unit's.
     full_mesh: FullMesh | None
     found: list[Found]
 

@@ -76,7 +76,7 @@ def rebind_optimizer(optimizer: O, model: nn.Module) -> O:
 
 
 class _Successor:
-    """What replaced a parameter. `param`: None for one that is not sharded."""
+    """A parameter that replaced another. `param`: None for one that is not sharded."""
 
     def __init__(self, unit: Unit, name: str, param: ShardedParam | None, parameter: nn.Parameter) -> None:
         self.unit, self.name, self.param, self.parameter = unit, name, param, parameter
@@ -124,7 +124,7 @@ def _whole(value: Tensor, old: Tensor) -> Tensor | None:
 
 
 def _successors(optimizer: Optimizer, model: nn.Module, units: list[Unit]) -> dict[int, _Successor]:
-    """By the id of each replaced parameter of the optimizer; checks that all are accounted for."""
+    """The replacement of each replaced parameter of the optimizer, by its id; checks that all are accounted for."""
     names = parameter_names(model, units)
     own = {id(standing_parameter(param)): name for param, name in names.items()}
     own |= {id(parameter): name for name, parameter in model.named_parameters() if id(parameter) not in own}

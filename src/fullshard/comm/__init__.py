@@ -1,7 +1,7 @@
 """The only subpackage that calls collectives. It handles buffers, never parameters or phases.
 
 `group` (process groups and their collectives), `gather` and `reduce` (how parameters and gradients travel), `choice`
-(which way gradients take), `reduction` (what the engine sees of them), `pool` (messages under way and their buffers),
+(which way gradients take), `pool` (buffers of messages),
 `comparison` (digests compared between ranks), `messages` (texts and small sums), `offload` (shards on the host),
 `data_group` (groups that can be cut when a peer fails),
 `exchange` (parts of tensors from one layout to another one), `owner_line` (whole matrices to
@@ -59,7 +59,8 @@ from .offload import uploading as uploading
 from .owner_line import OwnerLine as OwnerLine
 from .owner_line import owner_ranks as owner_ranks
 from .pool import BufferPool as BufferPool
-from .reduction import Dtypes as Dtypes
-from .reduction import Parts as Parts
-from .reduction import ReduceChannel as ReduceChannel
-from .reduction import Reduction as Reduction
+from .reduce import Dtypes as Dtypes
+from .reduce import Outgoing as Outgoing
+from .reduce import Parts as Parts
+from .reduce import ReduceChannel as ReduceChannel
+from .reduce import Reduction as Reduction

@@ -1,4 +1,4 @@
-"""Which strategy reduces the gradients of a group: `reduce.py` has a table of them.
+"""Chooses the strategy that reduces the gradients of a group: `reduce.py` has a table of them, and those that send.
 
 Gradients use an all-to-all within a node. Between nodes it would send more than a reduce-scatter, which the backend
 routes for its network (ADR 0005).
@@ -8,14 +8,26 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
+import torch
+from torch import Tensor
+
 from ..layout import FlatLayout, ReduceLayout, ShardLayout, direct_gradients
 from ..peers import node, same_on_all, scope_of
 from ..policy import Controls, resolve_scale
 from .gather import CustomBuffers, CustomGroup
 from .group import Links
 from .pool import BufferPool
-from .reduce import ExchangeReduce, NativeReduce, PairReduce, Summation
-from .reduction import Dtypes, LocalReduce, ReduceChannel
+from .reduce import (
+    Dtypes,
+    ExchangeReduce,
+    NativeReduce,
+    Outgoing,
+    PairReduce,
+    Parts,
+    ReduceChannel,
+    Reduction,
+    Summation,
+)
 
 
 def direct_of(
@@ -35,7 +47,7 @@ def direct_of(
 
 
 class Nodes:
-    """Which groups of one root span several nodes. All ranks make the same calls in the same order."""
+    """Finds out which groups of one root span several nodes. All ranks make the same calls in the same order."""
 
     def __init__(self) -> None:
         # Keyed by the ranks of the mesh and of the group.
@@ -105,3 +117,35 @@ def reduce_channel(
     if direct and group.sends_in_pairs:
         return PairReduce(group, ReduceLayout(pack, direct), pool, sums)
     return ExchangeReduce(group, ReduceLayout(pack), pool, sums)
+
+
+class LocalReduce(ReduceChannel):
+    """One rank: its gradients are the result."""
+
+    def __init__(self, gradient: torch.dtype, divide_factor: float | None) -> None:
+        self._dtype = gradient
+        self._factor = divide_factor
+
+    def issue(self, gradients: Parts, message: Outgoing) -> Reduction:
+        found = [gradient for gradient in gradients if gradient is not None]
+        dtypes = {gradient.dtype for gradient in found}
+        if not found or (self._factor is None and dtypes == {self._dtype}):
+            # `contiguous`: an expanded zero for a missing gradient cannot be written.
+            return Reduction(self, [None if gradient is None else gradient.contiguous() for gradient in gradients])
+        factor = self._factor
+        if factor is not None and len(dtypes) > 1:
+            found, factor = [gradient / factor for gradient in found], None
+        # One buffer, so that an operation is one kernel and not one for each gradient. Divided before the cast.
+        dtype = self._dtype if factor is None else found[0].dtype
+        flat = torch.empty(sum(map(Tensor.numel, found)), dtype=dtype, device=found[0].device)
+        torch._foreach_copy_(_pieces(flat, found), found)
+        if factor is not None:
+            flat = flat.div_(factor).to(self._dtype)
+        parts = iter(_pieces(flat, found))
+        return Reduction(self, [None if gradient is None else next(parts) for gradient in gradients])
+
+
+def _pieces(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+    """`flat`, cut into contiguous tensors of the shapes of `like`."""
+    pieces = flat.split([tensor.numel() for tensor in like])
+    return [piece.view(tensor.shape) for piece, tensor in zip(pieces, like, strict=True)]

@@ -40,7 +40,7 @@ class HostCopy:
         self._event = torch.accelerator.current_stream(source.device).record_event()
 
     def flags(self) -> list[bool]:
-        """Which elements are not zero. Waits, on the host, until the copy arrived."""
+        """Whether each element is not zero. Waits, on the host, until the copy arrived."""
         self._event.synchronize()
         return [bool(flag) for flag in self._host.view(-1).unbind()]
 

@@ -1,20 +1,13 @@
-"""Data groups: private process groups for fullshard's messages, which can be cut and rebuilt when a peer fails.
+"""Messages: the line over which ranks send them, and the data group that carries them.
 
-A mesh's own process group belongs to the user, so fullshard must not cut it. When a root forms, every group of a mesh
-gets private data groups of the same ranks, one per purpose. They count their messages, so that a failing rank can
-report its last message, and a waiting rank can tell whether its message will come.
+A `Line` sends: it has the collectives. A mesh's own process group belongs to the user, so fullshard must not cut it.
+When a root forms, every group of a mesh gets private data groups of the same ranks, one per purpose, which its lines
+use from then on. They count their messages, so that a failing rank can report its last message, and a waiting rank can
+tell whether its message will come. `connections.py` has how they connect, are cut and explain what failed.
 
-Cutting (`cut`) ends every wait of this rank and its peers on the group at once, from any thread:
+All messages are asynchronous: a message under way is a `Sent`; several, with their buffers, are a `Flight`.
 
-    gloo    has no call for it. A receive that times out closes all connections of its group (torch 2.11 to 2.13), so
-            `cut` posts a receive with a timeout of a millisecond (tests/procs/test_data_groups.py)
-    NCCL    `abort` of the backend
-
-They connect at once, inside of a wait that the watch knows, also on NCCL, which would do it at the first message. A
-thread of its own does it: neither gloo nor NCCL returns while a rank that is gone is missing. Nothing of Python's is
-left with the backend, which may call its store whenever it likes, from threads of C++.
-
-Other backends have no data groups: their groups are used directly, and a wait ends when the backend ends it.
+Backends without sockets have no data groups: their groups are used directly, and a wait ends when the backend ends it.
 """
 
 from __future__ import annotations
@@ -25,7 +18,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any, NoReturn, Protocol
@@ -33,30 +26,27 @@ from typing import Any, NoReturn, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor
-
-from .._torch import (
-    backend_of,
-    capturing,
-    default_store,
-    error_of,
-    is_capturing_elsewhere,
-    nccl_watchdog,
-    same_group,
+from torch.distributed.distributed_c10d import (
+    AllgatherOptions,
+    AllreduceOptions,
+    AllToAllOptions,
+    BroadcastOptions,
+    ReduceScatterOptions,
 )
-from ..peers import Fault, Scope, Wait, wait_until
 
-# ---- pairs -----------------------------------------------------------------------------------------------------------
-# Point-to-point messages from the source memory directly into the destination memory.
-#
-# For backends whose collectives make another copy and need one contiguous buffer (gloo). There a collective is queued
-# to a thread pool; a send or receive is an immediate system call, and bytes of any dtype move in the background. It
-# pays from a certain size: `layout.gather`.
-#
-# Ranks issue the same messages in the same order, as with collectives; messages of equal tag between two ranks match in
-# that order. Private tags keep them apart from a user's own `send` and `recv` on the same group.
+from .._torch import capturing, error_of, is_capturing_elsewhere, nccl_watchdog
+from ..peers import Scope, Wait
+from .connections import connected, cut_host, explained, is_of_connections
+from .pool import Buffer, BufferPool
 
-PARAMETERS_TAG = 0x66736864
-GRADIENTS_TAG = PARAMETERS_TAG + 1
+_log = logging.getLogger("fullshard")
+
+_CUTS = ("gloo", "nccl")
+# How long a wait for a collective lasts before it looks whether the watch ended it; and how long a cut may take.
+_SLICE = timedelta(seconds=2)
+_CUT_SECONDS = 3.0
+
+# ---- messages under way ----------------------------------------------------------------------------------------------
 
 
 class Work(Protocol):
@@ -81,62 +71,11 @@ class Works:
         return all(work.is_completed() for work in self.left)
 
 
-def gather_each(group: dist.ProcessGroup, outs: Sequence[Tensor], pieces: Sequence[Tensor]) -> Works:
-    """All-gather each `pieces[i]` (n,) into `outs[i]` (world * n,); all contiguous, of one dtype. A piece may be this
-    rank's part of its `outs[i]`."""
-    rank, world = group.rank(), group.size()
-    chunks = [out.view(world, -1) for out in outs]
-    arriving = {peer: [chunk[peer] for chunk in chunks] for peer in range(world) if peer != rank}
-    works = exchange_each(group, arriving, dict.fromkeys(arriving, pieces), PARAMETERS_TAG)
-    # Overlaps with the messages.
-    own = [chunk[rank] for chunk in chunks]
-    if own[0].data_ptr() != pieces[0].data_ptr():
-        torch._foreach_copy_(own, list(pieces))
-    return works
-
-
-def exchange_each(
-    group: dist.ProcessGroup,
-    arriving: Mapping[int, Sequence[Tensor]],
-    leaving: Mapping[int, Sequence[Tensor]],
-    tag: int,
-) -> Works:
-    """Send `leaving[r][i]` of this rank into `arriving[this rank][i]` of rank r. Tensors are contiguous, and must not
-    change before the works complete; empty ones are not sent."""
-    rank, world = group.rank(), group.size()
-    works: list[Any] = []
-    # All receives first: bytes that arrive before their receive is posted wait in the sender's socket.
-    for peer, tensors in arriving.items():
-        works += [group.recv([tensor], peer, tag) for tensor in tensors if tensor.numel()]
-    # Rank r begins with r + 1, so that not all ranks send to rank 0 first.
-    for step in range(1, world):
-        peer = (rank + step) % world
-        works += [group.send([tensor], peer, tag) for tensor in leaving[peer] if tensor.numel()]
-    return Works(works)
-
-
-_log = logging.getLogger("fullshard")
-
-# ---- data group ------------------------------------------------------------------------------------------------------
-
-_CUT_TAG = 0x66736866
-_CUTS = ("gloo", "nccl")
-# Words in a backend's errors about connections, as opposed to errors about arguments.
-_OF_CONNECTIONS = ("gloo/transport", "pair closure", "onnection", "ocket", "imed out", "NCCL")
-# How long to wait, after a connection was closed, until a peer reports why or is found dead.
-_CLOSED_SECONDS = 3.5
-# How long a wait for a collective lasts before it looks whether the watch ended it; and how long a cut may take.
-_SLICE = timedelta(seconds=2)
-_CUT_SECONDS = 3.0
-# The backend's timeout must come after the watch's, whose error names ranks.
-_BACKEND_SECONDS_MORE = 30.0
-
-
 class Observer(Protocol):
-    """Who is called with the messages of a data group (observe/recorder.py)."""
+    """Is called with the messages of a data group (observe/recorder.py)."""
 
     def now(self) -> int:
-        """Its clock."""
+        """The time of its clock."""
         ...
 
     def sent(self, message: Sent, call: str, arguments: Sequence[Any], begun: int) -> None:
@@ -150,250 +89,6 @@ class Observer(Protocol):
     def waited(self, message: Sent) -> None:
         """The wait is over; it may have raised."""
         ...
-
-
-class DataGroup:
-    """The connections of `origin`, a process group of ranks of `scope`, for one purpose. Use `open_data_group`."""
-
-    # While its messages are recorded.
-    observer: Observer | None = None
-
-    def __init__(
-        self, scope: Scope, origin: dist.ProcessGroup, device: torch.device, backend: str, purpose: str
-    ) -> None:
-        self.scope, self.device, self.backend, self.purpose = scope, device, backend, purpose
-        self.ranks = tuple(dist.get_process_group_ranks(origin))
-        # The same on all of its ranks, and unique.
-        self.name = scope.groups.new_name(f"{purpose} {'.'.join(map(str, _ends(self.ranks)))}")
-        # Whether messages run on streams of the device, so that no wait blocks the host. Those of gloo block it,
-        # wherever their tensors are.
-        self.on_streams = backend == "nccl"
-        # Weak: `_made` is keyed weakly by this group, which a strong reference would keep alive.
-        self._origin = weakref.ref(origin)
-        self.issued = 0
-        # When its connections were cut, by `time.monotonic`; 0 while they are not.
-        self.cut_at = 0.0
-        # Messages in flight on a device, for which no host thread waits.
-        self._under_way: deque[Sent] = deque()
-        self._group: dist.ProcessGroup | None = None
-        self._renewed = -1
-
-    @property
-    def is_cut(self) -> bool:
-        """Whether its connections were cut."""
-        return self.cut_at > 0
-
-    @property
-    def is_connected(self) -> bool:
-        """Whether there are connections that no meeting of the scope has given up since."""
-        return self._renewed == self.scope.renewed
-
-    @property
-    def group(self) -> dist.ProcessGroup:
-        """The current process group. After a meeting of the scope gave the last one up, the first message makes a new
-        one, so stale references do no harm."""
-        if self._renewed != self.scope.renewed:
-            self.connect()
-        assert self._group is not None
-        return self._group
-
-    def connect(self) -> None:
-        """Connect: at first, and after a meeting that asked for it. Collective over the ranks of the group; after an
-        exception, call it again once the ranks have met."""
-        scope = self.scope
-        if self.is_connected:
-            return
-        origin = self._origin()
-        if origin is None:
-            raise RuntimeError(f"{self.name}: expected its process group to exist, found that it was destroyed")
-        name = f"{scope.watch.records.prefix}/{scope.name}/{scope.renewed}/{self.name}"
-        doing = scope.told or "the connections of " + self.purpose
-        wait = Wait("connect", scope, doing, name=self.name, ranks=self.ranks)
-        seconds = scope.watch.settings.limit_seconds + _BACKEND_SECONDS_MORE
-        # Of C++: a backend may use it for as long as it exists, from any thread.
-        store = default_store()
-        make = functools.partial(same_group, origin, self.ranks, self.device, self.backend, store, name, seconds)
-        try:
-            # First wait for all ranks here: the backend's own wait for them would end with its timeout.
-            store.add(f"{name}/here", 1)
-            wait_until(lambda: store.add(f"{name}/here", 0) >= len(self.ranks), wait)
-            connecting = _Connecting(make, wait)
-            wait_until(lambda: connecting.is_over, wait)
-            made = connecting.result()
-        except BaseException as error:
-            scope.interrupted(error, wait.doing)
-            raise
-        self._group, self.issued, self.cut_at, self._renewed = made, 0, 0.0, scope.renewed
-        self._under_way.clear()
-
-    def expire(self) -> None:
-        """Called when a meeting gives these connections up."""
-        self.cut()
-        self.issued = 0
-
-    def close(self) -> None:
-        """Give the connections up permanently."""
-        group, self._group, self._renewed = self._group, None, -1
-        self._under_way.clear()
-        if self.on_streams and group is not None and not self.is_cut:
-            # Not left to its destructor, which aborts and warns.
-            with suppress(RuntimeError):
-                group.shutdown()
-
-    def issue(self, call: str | Callable[..., Any], *args: Any) -> Sent:
-        """Send one message over `group`: by `call(*args)`, which returns its work, or by the method of that name.
-
-        Raises `RuntimeError` while the current stream captures a graph."""
-        if self.on_streams and capturing(self.device)():
-            raise RuntimeError(
-                f"{self.scope.told or self.name}: expected no graph to be captured where ranks exchange a message, "
-                f"found that the current stream captures one, whose replays would leave out what ranks compare; "
-                f"capture what modules compute between messages, and run the sharded model outside of the capture"
-            )
-        if self._renewed != self.scope.renewed:
-            self.connect()
-        begun = 0 if self.observer is None else self.observer.now()
-        try:
-            work = getattr(self._group, call)(*args) if isinstance(call, str) else call(*args)
-        except RuntimeError as error:
-            self.refuse(self.issued + 1, error)
-        self.issued += 1
-        # Nothing else than torch's own work has a `wait` with a time limit.
-        sent = Sent(self, work, self.issued, in_one=self.backend != "gloo" or not isinstance(work, dist.Work))
-        if self.observer is not None:
-            self.observer.sent(sent, call if isinstance(call, str) else call.__name__, args, begun)
-        if self.on_streams:
-            self._under_way.append(sent)
-        return sent
-
-    def oldest(self) -> Sent | None:
-        """The oldest message in flight on a device, or None; None, too, while a graph is captured, when no thread may
-        ask the device."""
-        if not self._under_way or is_capturing_elsewhere(self.device):
-            return None
-        while self._under_way and self._under_way[0].is_completed:
-            self._under_way.popleft()
-        return self._under_way[0] if self._under_way else None
-
-    @property
-    def under_way(self) -> str:
-        """The name of the oldest unfinished message on a device, or "". From any thread: changes nothing."""
-        left = (sent for sent in list(self._under_way) if not sent.is_completed)
-        return next((f"message {sent.number} of {self.name}" for sent in left), "")
-
-    def cut(self) -> None:
-        """End all waits on the group, here and on its peers. From any thread; does not raise."""
-        if self.is_cut or self._group is None:
-            return
-        self.cut_at = time.monotonic()
-        if self.on_streams:
-            with suppress(RuntimeError):
-                self._group.abort()
-            return
-        rank, size = self._group.rank(), self._group.size()
-        # Of the host, whatever the device of the group's messages is.
-        backend = backend_of(self._group, self.device)
-        for step in range(1, size):
-            try:
-                backend.recv([torch.empty(1)], (rank + step) % size, _CUT_TAG).wait(timedelta(milliseconds=1))
-            except RuntimeError as error:
-                if "Timed out" in str(error):
-                    return
-                # This peer had already closed its connection: those to the others are still open.
-
-    @property
-    def broke(self) -> str:
-        """Why NCCL ended the communicator itself, or "": its watchdog found an error, or a message over its time limit.
-        The messages that this ended count as arrived on their streams."""
-        return error_of(self._group, self.device) if self.on_streams and self._group is not None else ""
-
-    def check(self) -> None:
-        """Raise if the backend ended the connections itself, though no peer failed."""
-        if not self.is_cut and (text := self.broke):
-            self.refuse(self.issued, RuntimeError(f"NCCL ended the communicator ({text})"))
-
-    def refuse(self, number: int, error: RuntimeError) -> NoReturn:
-        """Raise a backend's `error` for message `number`, explained if possible."""
-        explained = self._explain(number, error)
-        if explained is error:
-            raise error
-        raise explained from error
-
-    def _explain(self, number: int, error: RuntimeError) -> RuntimeError:
-        """The exception to raise instead of a backend's `error`. Waits some seconds for a peer to report why a
-        connection was closed. The scope's data groups are cut afterwards.
-
-        Returns `error` itself if the backend rejected the message (such as a dtype that it cannot sum).
-        """
-        scope = self.scope
-        if scope.failures.cause is None and not any(word in str(error) for word in _OF_CONNECTIONS):
-            return error
-        scope.failures.has_raised = True
-        doing = scope.told or f"message {number} of {self.name}"
-        text = str(error).split("\n")[0]
-        wait = Wait("message", scope, doing, name=self.name, number=number, ranks=self.ranks, also="closed")
-        # On a device, what was queued after a message that failed ran without its bytes: also if NCCL refuses this one
-        # because it ended the communicator itself. Otherwise one that was never sent, or that a cut ended, spoils
-        # nothing more.
-        failed = self.on_streams and not self.is_cut and (number <= self.issued or bool(self.broke))
-        number = min(number, self.issued)
-        spoiled = f"message {number} of {self.name}" if failed else ""
-        fault = scope.failures.cause or self._told_in_time(wait)
-        if fault is not None:
-            scope.fail(fault, spoiled)
-            return fault.error(doing)
-        scope.publish("raised", text)
-        scope.fail(Fault(scope.rank, "raised", text, scope.name, scope.epoch), spoiled)
-        return RuntimeError(
-            f"{doing}: expected an answer of the other ranks, found that a message between them failed ({text}) and "
-            f"that none of them said why: a process that was killed, and served the store, or a broken network; see "
-            f"the output of the other ranks"
-        )
-
-    def _told_in_time(self, wait: Wait) -> Fault | None:
-        watch, seconds = self.scope.watch, _CLOSED_SECONDS
-        # Without the store, which the process that is gone may have served, the watch ends this wait.
-        with suppress(RuntimeError):
-            if not watch.records.is_one_machine():
-                # Only missing signs of life show that a process on another machine is gone.
-                seconds = max(seconds, watch.settings.beat_seconds + 2)
-        with suppress(RuntimeError):
-            end = time.monotonic() + seconds
-            wait_until(lambda: wait.fault is not None or time.monotonic() > end, wait)
-        return wait.fault
-
-
-def _ends(ranks: Sequence[int]) -> Sequence[int]:
-    """Enough of `ranks` to distinguish the groups of one mesh axis: all if there are few."""
-    return ranks if len(ranks) <= 8 else (*ranks[:2], ranks[-1], len(ranks))
-
-
-class _Connecting(threading.Thread):
-    """Makes connections (`make`), which may wait for ever for a rank that is gone, while another thread waits with the
-    watch. A wait that ends early leaves this thread to its time limit, and nobody uses what it makes."""
-
-    def __init__(self, make: Callable[[], dist.ProcessGroup], wait: Wait) -> None:
-        super().__init__(name="fullshard connects", daemon=True)
-        self._make, self._wait = make, wait
-        self._made: dist.ProcessGroup | None = None
-        self._error: BaseException | None = None
-        self.is_over = False
-        self.start()
-
-    def run(self) -> None:
-        try:
-            self._made = self._make()
-        except BaseException as error:
-            self._error = error
-        self.is_over = True
-        self._wait.wake()
-
-    def result(self) -> dist.ProcessGroup:
-        """The connections; raises what making them raised."""
-        if self._error is not None:
-            raise self._error
-        assert self._made is not None
-        return self._made
 
 
 class Sent:
@@ -433,7 +128,7 @@ class Sent:
         return self._described
 
     def wait(self) -> object:
-        """As `Work.wait`. Raises `PeerFailed` or `RanksDisagree` when the message will not come."""
+        """Wait as `Work.wait` does. Raises `PeerFailed` or `RanksDisagree` when the message will not come."""
         scope, work = self.group.scope, self._work
         if work is None:
             return None  # a stream waits already
@@ -508,6 +203,204 @@ def drain(work: Work) -> None:
         work.wait()
 
 
+class Flight:
+    """Messages under way, and what they read and write until `release`."""
+
+    works: Sequence[Work] = ()
+    # The buffers, all of `pool`.
+    buffers: Sequence[Buffer] = ()
+    pool: BufferPool
+    # Other tensors that are kept alive.
+    kept: Sequence[Tensor] = ()
+
+    @property
+    def held_nbytes(self) -> int:
+        """Bytes of the buffers, and of what else is kept alive."""
+        return sum([buffer.tensor.nbytes for buffer in self.buffers]) + sum([tensor.nbytes for tensor in self.kept])
+
+    def arrive(self) -> None:
+        """Wait for the messages."""
+        # Drop them even if one of them raises: a retry must not wait for them again.
+        works, self.works = self.works, ()
+        for work in works:
+            work.wait()
+
+    def release(self) -> None:
+        """Return the buffers to the pool, once what arrived was read."""
+        buffers, self.buffers, self.kept = self.buffers, (), ()
+        if buffers:
+            self.pool.give(*buffers)
+
+    def abandon(self) -> None:
+        """Wait for the messages and discard what they brought."""
+        works, self.works = self.works, ()
+        for work in works:
+            drain(work)
+        self.release()
+
+
+# ---- data group ------------------------------------------------------------------------------------------------------
+
+
+class DataGroup:
+    """The connections of `origin`, a process group of ranks of `scope`, for one purpose. Use `open_data_group`."""
+
+    # While its messages are recorded.
+    observer: Observer | None = None
+
+    def __init__(
+        self, scope: Scope, origin: dist.ProcessGroup, device: torch.device, backend: str, purpose: str
+    ) -> None:
+        self.scope, self.device, self.backend, self.purpose = scope, device, backend, purpose
+        self.ranks = tuple(dist.get_process_group_ranks(origin))
+        # The same on all of its ranks, and unique.
+        self.name = scope.groups.new_name(f"{purpose} {'.'.join(map(str, _ends(self.ranks)))}")
+        # Whether messages run on streams of the device, so that no wait blocks the host. Those of gloo block it,
+        # wherever their tensors are.
+        self.on_streams = backend == "nccl"
+        # Weak: `_made` is keyed weakly by this group, which a strong reference would keep alive.
+        self._origin = weakref.ref(origin)
+        self.issued = 0
+        # When its connections were cut, by `time.monotonic`; 0 while they are not.
+        self.cut_at = 0.0
+        # Messages in flight on a device, for which no host thread waits.
+        self._under_way: deque[Sent] = deque()
+        self._group: dist.ProcessGroup | None = None
+        self._renewed = -1
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether its connections were cut."""
+        return self.cut_at > 0
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether there are connections that no meeting of the scope has given up since."""
+        return self._renewed == self.scope.renewed
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The current process group. After a meeting of the scope gave the last one up, the first message makes a new
+        one, so stale references do no harm."""
+        if self._renewed != self.scope.renewed:
+            self.connect()
+        assert self._group is not None
+        return self._group
+
+    def connect(self) -> None:
+        """Connect: at first, and after a meeting that asked for it. Collective over the ranks of the group; after an
+        exception, call it again once the ranks have met."""
+        scope = self.scope
+        if self.is_connected:
+            return
+        origin = self._origin()
+        if origin is None:
+            raise RuntimeError(f"{self.name}: expected its process group to exist, found that it was destroyed")
+        name = f"{scope.watch.records.prefix}/{scope.name}/{scope.renewed}/{self.name}"
+        doing = scope.told or "the connections of " + self.purpose
+        wait = Wait("connect", scope, doing, name=self.name, ranks=self.ranks)
+        made = connected(scope, origin, self.ranks, self.device, self.backend, name, wait)
+        self._group, self.issued, self.cut_at, self._renewed = made, 0, 0.0, scope.renewed
+        self._under_way.clear()
+
+    def expire(self) -> None:
+        """Called when a meeting gives these connections up."""
+        self.cut()
+        self.issued = 0
+
+    def close(self) -> None:
+        """Give the connections up permanently."""
+        group, self._group, self._renewed = self._group, None, -1
+        self._under_way.clear()
+        if self.on_streams and group is not None and not self.is_cut:
+            # Not left to its destructor, which aborts and warns.
+            with suppress(RuntimeError):
+                group.shutdown()
+
+    def issue(self, call: str | Callable[..., Any], *args: Any) -> Sent:
+        """Send one message over `group`: by `call(*args)`, which returns its work, or by the method of that name.
+
+        Raises `RuntimeError` while the current stream captures a graph."""
+        if self.on_streams and capturing(self.device)():
+            raise RuntimeError(
+                f"{self.scope.told or self.name}: expected no graph to be captured where ranks exchange a message, "
+                f"found that the current stream captures one, whose replays would leave out what ranks compare; "
+                f"capture what modules compute between messages, and run the sharded model outside of the capture"
+            )
+        if self._renewed != self.scope.renewed:
+            self.connect()
+        begun = 0 if self.observer is None else self.observer.now()
+        try:
+            work = getattr(self._group, call)(*args) if isinstance(call, str) else call(*args)
+        except RuntimeError as error:
+            self.refuse(self.issued + 1, error)
+        self.issued += 1
+        # Nothing else than torch's own work has a `wait` with a time limit.
+        sent = Sent(self, work, self.issued, in_one=self.backend != "gloo" or not isinstance(work, dist.Work))
+        if self.observer is not None:
+            self.observer.sent(sent, call if isinstance(call, str) else call.__name__, args, begun)
+        if self.on_streams:
+            self._under_way.append(sent)
+        return sent
+
+    def oldest(self) -> Sent | None:
+        """The oldest message in flight on a device, or None; None, too, while a graph is captured, when no thread may
+        ask the device."""
+        if not self._under_way or is_capturing_elsewhere(self.device):
+            return None
+        while self._under_way and self._under_way[0].is_completed:
+            self._under_way.popleft()
+        return self._under_way[0] if self._under_way else None
+
+    @property
+    def under_way(self) -> str:
+        """The name of the oldest unfinished message on a device, or "". From any thread: changes nothing."""
+        left = (sent for sent in list(self._under_way) if not sent.is_completed)
+        return next((f"message {sent.number} of {self.name}" for sent in left), "")
+
+    def cut(self) -> None:
+        """End all waits on the group, here and on its peers. From any thread; does not raise."""
+        if self.is_cut or self._group is None:
+            return
+        self.cut_at = time.monotonic()
+        if self.on_streams:
+            with suppress(RuntimeError):
+                self._group.abort()
+            return
+        cut_host(self._group, self.device)
+
+    @property
+    def broke(self) -> str:
+        """Why NCCL ended the communicator itself, or "": its watchdog found an error, or a message over its time limit.
+        The messages that this ended count as arrived on their streams."""
+        return error_of(self._group, self.device) if self.on_streams and self._group is not None else ""
+
+    def check(self) -> None:
+        """Raise if the backend ended the connections itself, though no peer failed."""
+        if not self.is_cut and (text := self.broke):
+            self.refuse(self.issued, RuntimeError(f"NCCL ended the communicator ({text})"))
+
+    def refuse(self, number: int, error: RuntimeError) -> NoReturn:
+        """Raise a backend's `error` for message `number`; `explained`, if it is about connections and not about the
+        message itself, such as a dtype that the backend cannot sum."""
+        scope = self.scope
+        if scope.failures.cause is None and not is_of_connections(error):
+            raise error
+        doing = scope.told or f"message {number} of {self.name}"
+        # On a device, what was queued after a message that failed ran without its bytes: also if NCCL refuses this one
+        # because it ended the communicator itself. Otherwise one that was never sent, or that a cut ended, spoils
+        # nothing more.
+        failed = self.on_streams and not self.is_cut and (number <= self.issued or bool(self.broke))
+        spoiled = f"message {min(number, self.issued)} of {self.name}" if failed else ""
+        wait = Wait("message", scope, doing, name=self.name, number=number, ranks=self.ranks, also="closed")
+        raise explained(scope, wait, str(error).split("\n")[0], spoiled) from error
+
+
+def _ends(ranks: Sequence[int]) -> Sequence[int]:
+    """Enough of `ranks` to distinguish the groups of one mesh axis: all if there are few."""
+    return ranks if len(ranks) <= 8 else (*ranks[:2], ranks[-1], len(ranks))
+
+
 # The data groups made for each process group, by purpose.
 _made: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, DataGroup]] = weakref.WeakKeyDictionary()
 
@@ -558,3 +451,110 @@ def communicators(origin: dist.ProcessGroup) -> list[DataGroup]:
 def data_group(origin: dist.ProcessGroup, purpose: str = "small") -> DataGroup | None:
     """The data group for small messages that replaces a mesh's group, or None."""
     return _made.get(origin, {}).get(purpose)
+
+
+# ---- line ------------------------------------------------------------------------------------------------------------
+
+# Dtypes that every backend supports; others (float8 and int16 weights, complex numbers on NCCL) are sent as bytes.
+CARRIED = frozenset(
+    {
+        torch.float32,
+        torch.float64,
+        torch.float16,
+        torch.bfloat16,
+        torch.uint8,
+        torch.int8,
+        torch.int32,
+        torch.int64,
+    }
+)
+
+# The methods of a process group that torch's own functions call, renamed in 2.13. A process group written in Python
+# implements only one set of names.
+if hasattr(dist.ProcessGroup, "all_gather_single"):
+    _GATHERS, GATHERS_EACH = "all_gather_single", "all_gather_single_coalesced"
+    _REDUCES, REDUCES_EACH = "reduce_scatter_single", "reduce_scatter_single_coalesced"
+    _EXCHANGES = "all_to_all_single"
+else:
+    _GATHERS, GATHERS_EACH = "_allgather_base", "allgather_into_tensor_coalesced"
+    _REDUCES, REDUCES_EACH = "_reduce_scatter_base", "reduce_scatter_tensor_coalesced"
+    _EXCHANGES = "alltoall_base"
+
+# Asynchronous, and shared: backends only read them.
+GATHER = AllgatherOptions()
+GATHER.asyncOp = True
+_EXCHANGE = AllToAllOptions()
+_EXCHANGE.asyncOp = True
+
+# Reduce ops for sums and means over ranks.
+SUM = dist.ReduceOp.SUM
+MEAN = dist.ReduceOp.AVG
+
+
+class Line:
+    """Ranks that exchange messages, and the collectives between them.
+
+    `origin`: the mesh's process group, or one made for a purpose."""
+
+    # The one way to send: runs the method `call` of the process group with `args`, or the function `call`.
+    send: Callable[..., Work]
+
+    def __init__(self, origin: dist.ProcessGroup, data_group: DataGroup | None = None) -> None:
+        self.origin = origin
+        self.use(data_group)
+
+    def use(self, data_group: DataGroup | None) -> None:
+        """Send over `data_group` from now on, whose connections can be cut; None: over `origin`."""
+        self.data_group = data_group
+        self.send = functools.partial(_call, self.origin) if data_group is None else data_group.issue
+
+    @property
+    def process_group(self) -> dist.ProcessGroup:
+        """The process group in use: the data group's, if it has one."""
+        return self.origin if self.data_group is None else self.data_group.group
+
+    def gather_into(self, out: Tensor, piece: Tensor) -> Work:
+        """All-gather `piece` (n,) into `out` (world * n,); contiguous, of one dtype. `piece` may be this rank's part of
+        `out`."""
+        if out.dtype not in CARRIED:
+            out, piece = carried(out), carried(piece)
+        return self.send(_GATHERS, out, piece, GATHER)
+
+    def exchange(self, out: Tensor, pieces: Tensor, arriving: Sequence[int] = (), leaving: Sequence[int] = ()) -> Work:
+        """`pieces` and `out` (world * n,): chunk r goes to rank r; chunk r of `out` comes from rank r. `arriving`,
+        `leaving`: the elements of each chunk, where they are not as many for each rank; in dtypes that backends know.
+        """
+        if out.dtype not in CARRIED:
+            out, pieces = carried(out), carried(pieces)
+        return self.send(_EXCHANGES, out, pieces, list(arriving), list(leaving), _EXCHANGE)
+
+    def reduce_scatter(self, out: Tensor, pieces: Tensor, op: dist.ReduceOp.RedOpType = SUM) -> Work:
+        """Reduce chunk `rank` of all ranks' `pieces` (world * n,) into `out` (n,)."""
+        options = with_op(ReduceScatterOptions(), op)
+        return self.send(_REDUCES, out, pieces, options)
+
+    def all_reduce(self, tensor: Tensor, op: dist.ReduceOp.RedOpType = SUM) -> Work:
+        """Reduce `tensor` over all ranks, in place on every rank."""
+        return self.send("allreduce", [tensor], with_op(AllreduceOptions(), op))
+
+    def broadcast(self, tensor: Tensor, source: int) -> Work:
+        """Broadcast `tensor` from the rank at `source` of the group."""
+        options = BroadcastOptions()
+        options.rootRank, options.rootTensor = source, 0
+        return self.send("broadcast", [tensor], options)
+
+
+def _call(origin: dist.ProcessGroup, call: str | Callable[..., Work], *args: Any) -> Work:
+    work: Work = getattr(origin, call)(*args) if isinstance(call, str) else call(*args)
+    return work
+
+
+def with_op(options: Any, op: dist.ReduceOp.RedOpType) -> Any:
+    """The `options` of a message that reduces by `op`."""
+    options.reduceOp, options.asyncOp = dist.ReduceOp(op), True
+    return options
+
+
+def carried(tensor: Tensor) -> Tensor:
+    """The contiguous `tensor`, which is only moved, in a dtype that backends support."""
+    return tensor if tensor.dtype in CARRIED else tensor.view(torch.uint8)

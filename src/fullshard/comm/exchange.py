@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..layout import Box, Cutting, Link, Route, TransferPlan, spans, whole
-from .data_group import Works, can_cut, open_data_group
-from .group import Line, backend_name, message_device
+from .data_group import Line, Works, can_cut, open_data_group
+from .group import backend_name, message_device
 from .messages import Messenger, _small, alone, messenger
 
 _TAG = 0x66736868
@@ -132,7 +132,7 @@ class Exchange:
 
     @property
     def most_messages(self) -> int:
-        """Of one pair of which this rank is one."""
+        """The largest number of messages between this rank and one other."""
         rank = self._ranks.rank
         routes = [*self._plan.sends(rank).values(), *self._plan.receives(rank).values()]
         return max((route.messages for route in routes), default=0)

@@ -18,6 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -27,9 +28,9 @@ from torch import Tensor
 from .._torch import allocate_for
 from ..layout import FlatLayout, GatherPlan
 from ..policy import CustomComm
-from .data_group import Work, Works
-from .group import SUM, ShardGroup
-from .pool import Buffer, BufferPool, Flight
+from .data_group import SUM, Flight, Work, Works
+from .group import ShardGroup
+from .pool import Buffer, BufferPool
 
 # ---- gather ----------------------------------------------------------------------------------------------------------
 
@@ -67,7 +68,7 @@ class CastGather(GatherChannel):
         self._full = full
 
     def issue(self, ahead: AbstractContextManager[None] | None = None) -> None:
-        """As `PlannedGather.issue`: sends nothing."""
+        """Sends nothing, otherwise as `PlannedGather.issue`."""
         if ahead is not None:
             with ahead:
                 pass
@@ -112,47 +113,6 @@ def _copies_out(pack: FlatLayout, plan: GatherPlan) -> list[_CopyOut]:
     return copies
 
 
-class _Direct:
-    """The direct parameters: output of the all-gather, this rank's shard, and what leaves.
-
-    Shards in another dtype are cast into their place in the output and sent from there, without a buffer for the cast.
-    """
-
-    def __init__(self, pack: FlatLayout, plan: GatherPlan, flat: Tensor, full: Tensor, rank: int) -> None:
-        self.outs, self.own, self.leaving = [], [], []
-        for i in plan.direct:
-            segment, start = pack.segments[i], pack.full_offsets[i]
-            out = full[start : start + segment.layout.padded_full_numel]
-            own = flat[segment.offset : segment.offset + segment.padded_numel]
-            self.outs.append(out)
-            self.own.append(own)
-            self.leaving.append(own if flat.dtype is full.dtype else _place(out, rank, segment.padded_numel))
-
-
-class _Packed:
-    """The packed parameters: this rank's shards, and the staging buffer that all shards arrive in; `full` is in memory.
-
-    Equal layouts share the buffer, other layouts never get it.
-    """
-
-    def __init__(
-        self, pack: FlatLayout, plan: GatherPlan, flat: Tensor, full: Tensor, group: ShardGroup, pool: BufferPool
-    ) -> None:
-        self._rank, self._casts = group.rank, flat.dtype is not full.dtype
-        span = plan.packed_span(pack)
-        self._copies = _copies_out(pack, plan)
-        # For `BufferPool.take`.
-        self.wanted = pool.key("staging", pack, plan, full.dtype), group.world * span.numel, full.dtype, flat.device
-        self.own = flat[span.start : span.stop]
-        # Empty if no parameter has elements.
-        self.destinations = [full.as_strided(copy.sizes, copy.full_strides, copy.full_offset) for copy in self._copies]
-
-    def views(self, staging: Tensor) -> list[Tensor]:
-        """Of the buffer: what to copy to `destinations`; then this rank's own part, if shards are cast into it."""
-        views = [staging.as_strided(copy.sizes, copy.staged_strides, copy.staged_offset) for copy in self._copies]
-        return [*views, _place(staging, self._rank, self.own.numel())] if self._casts else views
-
-
 class PlannedGather(Flight, GatherChannel):
     """Several ranks: direct parameters into their final memory, packed ones through a staging buffer."""
 
@@ -170,18 +130,38 @@ class PlannedGather(Flight, GatherChannel):
         # Views need allocated memory. It may be in use: a unit that was unsharded early gets a new root.
         in_use = full.live_nbytes > 0
         full.allocate()
-        self._direct = _Direct(pack, plan, flat, full.flat, group.rank)
-        self._packed = _Packed(pack, plan, flat, full.flat, group, pool) if plan.packed else None
+        # The direct parameters: outputs of their all-gathers, this rank's shards, and what leaves. Shards in another
+        # dtype are cast into their place in the output and sent from there, without a buffer for the cast.
+        self._outs, self._own, self._leaving = [], [], []
+        for i in plan.direct:
+            segment, start = pack.segments[i], pack.full_offsets[i]
+            out = full.flat[start : start + segment.layout.padded_full_numel]
+            own = flat[segment.offset : segment.offset + segment.padded_numel]
+            self._outs.append(out)
+            self._own.append(own)
+            self._leaving.append(_place(out, group.rank, segment.padded_numel) if self._casts else own)
+        # The packed parameters: this rank's shards; where all shards go, no tensors if no parameter has elements; and
+        # the staging buffer that they arrive in (`BufferPool.take`): equal layouts share it, others never get it.
+        self._packed: Tensor | None = None
+        self._destinations: list[Tensor] = []
+        self._staging: tuple[Any, ...] = ()
+        if plan.packed:
+            span, copies = plan.packed_span(pack), _copies_out(pack, plan)
+            self._packed = flat[span.start : span.stop]
+            self._destinations = [full.flat.as_strided(c.sizes, c.full_strides, c.full_offset) for c in copies]
+            views = partial(_staged, copies, (group.rank, span.numel) if self._casts else None)
+            numel, dtype = group.world * span.numel, full.flat.dtype
+            self._staging = pool.key("staging", pack, plan, dtype), numel, dtype, flat.device, views
         if not in_use:
             full.release()
 
     def issue(self, ahead: AbstractContextManager[None] | None = None) -> None:
         """Allocate the buffers of the messages on the current stream, and send. `ahead`: entered to send."""
-        if self._direct.outs:
+        if self._outs:
             # The messages arrive in it. It must not be read before `complete`.
             self._full.allocate()
-        if self._packed is not None:
-            self.buffers = (self.pool.take(*self._packed.wanted, self._packed.views),)
+        if self._staging:
+            self.buffers = (self.pool.take(*self._staging),)
         if ahead is None:
             self.send()
         else:
@@ -190,16 +170,15 @@ class PlannedGather(Flight, GatherChannel):
 
     def send(self) -> None:
         """Send the shards as they are now."""
-        direct, packed = self._direct, self._packed
         staging = self.buffers[0] if self.buffers else None
-        leaving = None if packed is None else packed.own
+        leaving = packed = self._packed
         if self._casts:
-            own, places = direct.own, direct.leaving
+            own, places = self._own, self._leaving
             if packed is not None and staging is not None:
                 leaving = staging.views[-1]
-                own, places = [*own, packed.own], [*places, leaving]
+                own, places = [*own, packed], [*places, leaving]
             torch._foreach_copy_(places, own)
-        outs, pieces = direct.outs, direct.leaving
+        outs, pieces = self._outs, self._leaving
         self.works = works = list[Work]()
         if staging is not None and leaving is not None:
             if outs and self._group.one_launch:
@@ -211,11 +190,11 @@ class PlannedGather(Flight, GatherChannel):
 
     def complete(self) -> None:
         self.arrive()
-        if self._packed is not None and self.buffers:
+        if self.buffers:
             (staging,) = self.buffers
-            if not self._direct.outs:
+            if not self._outs:
                 self._full.allocate()
-            destinations = self._packed.destinations
+            destinations = self._destinations
             if destinations:
                 torch._foreach_copy_(destinations, staging.views[: len(destinations)])
             self.buffers = ()
@@ -224,6 +203,13 @@ class PlannedGather(Flight, GatherChannel):
     def cancel(self) -> None:
         self.abandon()
         self._full.release()
+
+
+def _staged(copies: Sequence[_CopyOut], own: tuple[int, int] | None, staging: Tensor) -> list[Tensor]:
+    """The parts of the `staging` buffer that are copied out; then, if shards are cast into it, this rank's `own` part,
+    by its rank and elements."""
+    views = [staging.as_strided(copy.sizes, copy.staged_strides, copy.staged_offset) for copy in copies]
+    return views if own is None else [*views, _place(staging, *own)]
 
 
 def _place(gathered: Tensor, rank: int, numel: int) -> Tensor:

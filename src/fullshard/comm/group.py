@@ -16,127 +16,33 @@ buffers alive. So overlap needs no further streams: it suffices to issue a messa
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.distributed_c10d import (
-    AllgatherOptions,
-    AllreduceOptions,
-    AllToAllOptions,
-    BroadcastOptions,
-    ReduceScatterOptions,
-)
+from torch.distributed.distributed_c10d import ReduceScatterOptions
 
 from .._torch import new_group
 from ..layout import exchanges_gradients, groups_messages, sends_in_pairs
 from ..peers import Scope, ask, scope_of
-from .data_group import DataGroup, Work, can_cut, exchange_each, gather_each, open_data_group
-
-# ---- group -----------------------------------------------------------------------------------------------------------
-
-# Dtypes that every backend supports; others (float8 and int16 weights, complex numbers on NCCL) are sent as bytes.
-_CARRIED = frozenset(
-    {
-        torch.float32,
-        torch.float64,
-        torch.float16,
-        torch.bfloat16,
-        torch.uint8,
-        torch.int8,
-        torch.int32,
-        torch.int64,
-    }
+from .data_group import (
+    CARRIED,
+    GATHER,
+    GATHERS_EACH,
+    REDUCES_EACH,
+    Line,
+    Work,
+    Works,
+    can_cut,
+    carried,
+    open_data_group,
+    with_op,
 )
 
-# The methods of a process group that torch's own functions call, renamed in 2.13. A process group written in Python
-# implements only one set of names.
-if hasattr(dist.ProcessGroup, "all_gather_single"):
-    _GATHERS, _GATHERS_EACH = "all_gather_single", "all_gather_single_coalesced"
-    _REDUCES, _REDUCES_EACH = "reduce_scatter_single", "reduce_scatter_single_coalesced"
-    _EXCHANGES = "all_to_all_single"
-else:
-    _GATHERS, _GATHERS_EACH = "_allgather_base", "allgather_into_tensor_coalesced"
-    _REDUCES, _REDUCES_EACH = "_reduce_scatter_base", "reduce_scatter_tensor_coalesced"
-    _EXCHANGES = "alltoall_base"
-
-# Asynchronous, and shared: backends only read them.
-_GATHER = AllgatherOptions()
-_GATHER.asyncOp = True
-_EXCHANGE = AllToAllOptions()
-_EXCHANGE.asyncOp = True
-
-# Reduce ops for sums and means over ranks.
-SUM = dist.ReduceOp.SUM
-MEAN = dist.ReduceOp.AVG
-
-
-class Line:
-    """Ranks that exchange messages, and the collectives between them.
-
-    `origin`: the mesh's process group, or one made for a purpose."""
-
-    # The one way to send: runs the method `call` of the process group with `args`, or the function `call`.
-    send: Callable[..., Work]
-
-    def __init__(self, origin: dist.ProcessGroup, data_group: DataGroup | None = None) -> None:
-        self.origin = origin
-        self.use(data_group)
-
-    def use(self, data_group: DataGroup | None) -> None:
-        """Send over `data_group` from now on, whose connections can be cut; None: over `origin`."""
-        self.data_group = data_group
-        self.send = partial(_call, self.origin) if data_group is None else data_group.issue
-
-    @property
-    def process_group(self) -> dist.ProcessGroup:
-        """The process group in use: the data group's, if it has one."""
-        return self.origin if self.data_group is None else self.data_group.group
-
-    def gather_into(self, out: Tensor, piece: Tensor) -> Work:
-        """All-gather `piece` (n,) into `out` (world * n,); contiguous, of one dtype. `piece` may be this rank's part of
-        `out`."""
-        if out.dtype not in _CARRIED:
-            out, piece = _carried(out), _carried(piece)
-        return self.send(_GATHERS, out, piece, _GATHER)
-
-    def exchange(self, out: Tensor, pieces: Tensor, arriving: Sequence[int] = (), leaving: Sequence[int] = ()) -> Work:
-        """`pieces` and `out` (world * n,): chunk r goes to rank r; chunk r of `out` comes from rank r. `arriving`,
-        `leaving`: the elements of each chunk, where they are not as many for each rank; in dtypes that backends know.
-        """
-        if out.dtype not in _CARRIED:
-            out, pieces = _carried(out), _carried(pieces)
-        return self.send(_EXCHANGES, out, pieces, list(arriving), list(leaving), _EXCHANGE)
-
-    def reduce_scatter(self, out: Tensor, pieces: Tensor, op: dist.ReduceOp.RedOpType = SUM) -> Work:
-        """Reduce chunk `rank` of all ranks' `pieces` (world * n,) into `out` (n,)."""
-        options = with_op(ReduceScatterOptions(), op)
-        return self.send(_REDUCES, out, pieces, options)
-
-    def all_reduce(self, tensor: Tensor, op: dist.ReduceOp.RedOpType = SUM) -> Work:
-        """Reduce `tensor` over all ranks, in place on every rank."""
-        return self.send("allreduce", [tensor], with_op(AllreduceOptions(), op))
-
-    def broadcast(self, tensor: Tensor, source: int) -> Work:
-        """Broadcast `tensor` from the rank at `source` of the group."""
-        options = BroadcastOptions()
-        options.rootRank, options.rootTensor = source, 0
-        return self.send("broadcast", [tensor], options)
-
-
-def _call(origin: dist.ProcessGroup, call: str | Callable[..., Work], *args: Any) -> Work:
-    work: Work = getattr(origin, call)(*args) if isinstance(call, str) else call(*args)
-    return work
-
-
-def with_op(options: Any, op: dist.ReduceOp.RedOpType) -> Any:
-    """The `options` of a message that reduces by `op`."""
-    options.reduceOp, options.asyncOp = dist.ReduceOp(op), True
-    return options
+# ---- group -----------------------------------------------------------------------------------------------------------
 
 
 class ShardGroup(Line):
@@ -150,7 +56,7 @@ class ShardGroup(Line):
         self.world = process_group.size()
         self.rank = process_group.rank()
         self.backend = backend or backend_name(process_group, device)
-        # Whether several all-gathers are one launch; and whether ranks may send point-to-point (comm/data_group.py).
+        # Whether several all-gathers are one launch; and whether ranks may send point-to-point (below).
         self.one_launch = groups_messages(self.backend)
         self.sends_in_pairs = sends_in_pairs(self.backend, on_host=device.type == "cpu")
 
@@ -177,15 +83,15 @@ class ShardGroup(Line):
             return [self.send(gather_each, self.process_group, outs, pieces)]
         if len(outs) > 1 and self.one_launch:
             known = list(outs), list(pieces)
-            if outs[0].dtype not in _CARRIED:
-                known = [_carried(out) for out in outs], [_carried(piece) for piece in pieces]
-            return [self.send(_GATHERS_EACH, *known, _GATHER)]
+            if outs[0].dtype not in CARRIED:
+                known = [carried(out) for out in outs], [carried(piece) for piece in pieces]
+            return [self.send(GATHERS_EACH, *known, GATHER)]
         return [self.gather_into(out, piece) for out, piece in zip(outs, pieces, strict=True)]
 
     def exchange_each(
         self, arriving: Mapping[int, Sequence[Tensor]], leaving: Mapping[int, Sequence[Tensor]], tag: int
     ) -> Work:
-        """Point-to-point, if `sends_in_pairs`: see `data_group.exchange_each`."""
+        """Send as the function `exchange_each` does, if `sends_in_pairs`."""
         return self.send(exchange_each, self.process_group, arriving, leaving, tag)
 
     def reduce_scatter_each(
@@ -193,7 +99,7 @@ class ShardGroup(Line):
     ) -> list[Work]:
         """`reduce_scatter` for each pair, as one group of messages if the backend can."""
         if len(outs) > 1 and self.one_launch:
-            return [self.send(_REDUCES_EACH, list(outs), list(pieces), with_op(ReduceScatterOptions(), op))]
+            return [self.send(REDUCES_EACH, list(outs), list(pieces), with_op(ReduceScatterOptions(), op))]
         return [self.reduce_scatter(out, piece, op) for out, piece in zip(outs, pieces, strict=True)]
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
@@ -214,11 +120,6 @@ class ShardGroup(Line):
         `ranks`."""
         made = new_group(ranks, self.origin, self.device, other_backend(self.origin), purpose)
         return ShardGroup(made, self.device)
-
-
-def _carried(tensor: Tensor) -> Tensor:
-    """The contiguous `tensor`, which is only moved, in a dtype that backends support."""
-    return tensor if tensor.dtype in _CARRIED else tensor.view(torch.uint8)
 
 
 class Alone(ShardGroup):
@@ -263,7 +164,8 @@ class Links(NamedTuple):
         return self.reduce or self.shard
 
     def under(self, strategy: str) -> Links:
-        """As `strategy` uses them, if the ranks that share parameters are on one node: `Nodes.locate` knows."""
+        """These links as `strategy` uses them, if the ranks that share parameters are on one node: `Nodes.locate`
+        knows."""
         exchanges = strategy == "all-to-all" or (strategy != "torch" and exchanges_gradients(self.shard.backend))
         return self._replace(exchanges=exchanges)
 
@@ -329,6 +231,54 @@ def backend_name(process_group: dist.ProcessGroup, device: torch.device) -> str:
     names = dict(part.split(":", 1) for part in config.split(",") if ":" in part)
     name = names.get(device.type, config).replace(":", "_")
     return "nccl" if name in _NCCL_NAMES else name
+
+
+# ---- pairs -----------------------------------------------------------------------------------------------------------
+# Point-to-point messages from the source memory directly into the destination memory.
+#
+# For backends whose collectives make another copy and need one contiguous buffer (gloo). There a collective is queued
+# to a thread pool; a send or receive is an immediate system call, and bytes of any dtype move in the background. It
+# pays from a certain size: `layout.gather`.
+#
+# Ranks issue the same messages in the same order, as with collectives; messages of equal tag between two ranks match in
+# that order. Private tags keep them apart from a user's own `send` and `recv` on the same group.
+
+PARAMETERS_TAG = 0x66736864
+GRADIENTS_TAG = PARAMETERS_TAG + 1
+
+
+def gather_each(group: dist.ProcessGroup, outs: Sequence[Tensor], pieces: Sequence[Tensor]) -> Works:
+    """All-gather each `pieces[i]` (n,) into `outs[i]` (world * n,); all contiguous, of one dtype. A piece may be this
+    rank's part of its `outs[i]`."""
+    rank, world = group.rank(), group.size()
+    chunks = [out.view(world, -1) for out in outs]
+    arriving = {peer: [chunk[peer] for chunk in chunks] for peer in range(world) if peer != rank}
+    works = exchange_each(group, arriving, dict.fromkeys(arriving, pieces), PARAMETERS_TAG)
+    # Overlaps with the messages.
+    own = [chunk[rank] for chunk in chunks]
+    if own[0].data_ptr() != pieces[0].data_ptr():
+        torch._foreach_copy_(own, list(pieces))
+    return works
+
+
+def exchange_each(
+    group: dist.ProcessGroup,
+    arriving: Mapping[int, Sequence[Tensor]],
+    leaving: Mapping[int, Sequence[Tensor]],
+    tag: int,
+) -> Works:
+    """Send `leaving[r][i]` of this rank into `arriving[this rank][i]` of rank r. Tensors are contiguous, and must not
+    change before the works complete; empty ones are not sent."""
+    rank, world = group.rank(), group.size()
+    works: list[Any] = []
+    # All receives first: bytes that arrive before their receive is posted wait in the sender's socket.
+    for peer, tensors in arriving.items():
+        works += [group.recv([tensor], peer, tag) for tensor in tensors if tensor.numel()]
+    # Rank r begins with r + 1, so that not all ranks send to rank 0 first.
+    for step in range(1, world):
+        peer = (rank + step) % world
+        works += [group.send([tensor], peer, tag) for tensor in leaving[peer] if tensor.numel()]
+    return Works(works)
 
 
 # ---- blocks ----------------------------------------------------------------------------------------------------------

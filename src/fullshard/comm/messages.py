@@ -22,8 +22,8 @@ from torch.distributed.tensor import DTensor, Shard
 
 from .._torch import backend_of, dtensor_like, local_of
 from ..peers import Scope, scope_of
-from .data_group import DataGroup, can_cut, data_group, open_data_group
-from .group import Line, backend_name, message_device, with_op
+from .data_group import DataGroup, Line, can_cut, data_group, open_data_group, with_op
+from .group import backend_name, message_device
 
 # ---- messages --------------------------------------------------------------------------------------------------------
 
@@ -40,7 +40,7 @@ class Messenger(NamedTuple):
 
     @property
     def group(self) -> DataGroup | dist.ProcessGroup | None:
-        """What carries its messages."""
+        """The group that carries its messages."""
         return None if self.line is None else self.line.data_group or self.line.origin
 
     @property

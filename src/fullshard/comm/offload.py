@@ -28,7 +28,7 @@ from torch import Tensor
 from .._torch import capturing
 from ..layout import contiguous_stride
 from .gather import CastGather, FullMemory, GatherChannel, PlannedGather
-from .reduction import Parts
+from .reduce import Parts
 
 Copy = Callable[[Tensor, Tensor], object]
 

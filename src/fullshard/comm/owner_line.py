@@ -14,9 +14,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from .._torch import new_group
 from ..peers import Scope, scope_of
-from .data_group import DataGroup, Work, can_cut, data_group, open_data_group
+from .data_group import DataGroup, Line, Work, can_cut, data_group, open_data_group
 from .exchange import texts_of
-from .group import Line, backend_name, message_device, other_backend
+from .group import backend_name, message_device, other_backend
 from .messages import messenger
 
 # Groups over several axes of a mesh, by the ranks, for as long as the group of its first axis exists.

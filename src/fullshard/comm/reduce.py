@@ -22,7 +22,7 @@ one.
 
 from __future__ import annotations
 
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from itertools import starmap
 from typing import Any, NamedTuple
@@ -35,10 +35,83 @@ from ..layout import FACTS_NUMEL, ReduceLayout, contiguous_stride
 from ..layout.flat import SendRegion
 from ..policy import Scale
 from .comparison import CARRIERS, Comparison, HostCopy, brought
-from .data_group import GRADIENTS_TAG, Work, drain
-from .group import MEAN, SUM, ShardGroup
+from .data_group import MEAN, SUM, Flight, Work, drain
+from .group import GRADIENTS_TAG, ShardGroup
 from .pool import Buffer, BufferPool
-from .reduction import Dtypes, Parts, ReduceChannel, Reduction
+
+# One tensor per parameter, None if there is no gradient.
+Parts = Sequence[Tensor | None]
+
+
+class Dtypes(NamedTuple):
+    """The dtypes of one reduction (see policy/policies.py)."""
+
+    wire: torch.dtype
+    reduce: torch.dtype
+    sum: torch.dtype
+    gradient: torch.dtype
+
+
+class Reduction(Flight):
+    """A reduction in flight; this one, of a single rank, has arrived."""
+
+    # Whether its result is a partial sum.
+    keeps = False
+    # Whether the message in flight is the all-reduce over the replicas, and whether that follows.
+    is_replicating = has_next = False
+    # Whether the send buffer stays in use to the end, because the last message sums in it.
+    keeps_send_buffer = False
+    # After `collect`: flags of the gradients that some rank produced, one per parameter, if that is not known yet. The
+    # others are zero and must be dropped.
+    present: HostCopy | None = None
+
+    def __init__(self, channel: ReduceChannel, parts: Parts = ()) -> None:
+        self._channel, self._parts = channel, parts
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the buffer that the replicas all-reduce, unless it is the send buffer; 0 during the first stage."""
+        return 0
+
+    def advance(self) -> None:
+        """Wait for the message in flight and send the next one. Does nothing after the last."""
+
+    def collect(self) -> Parts:
+        """Wait for the result: one tensor per parameter, None if no rank produced a gradient. Call it once.
+
+        The mean gradient shard, unpadded local shape, gradient dtype; or, if issued with `keep`, the partial sum:
+        (padded_local_numel,), reduce dtype. The tensors are new and belong to the caller.
+        """
+        land = self._channel.land
+        return self._parts if land is None else land(self._parts)
+
+
+class Outgoing(NamedTuple):
+    """Says what is sent with the gradients of a group, and what becomes of them."""
+
+    # Whether they are sums over several backwards, in the reduce dtype.
+    accumulated: bool
+    # Results of earlier reductions with `keep`, per parameter; they are added, and stay the caller's.
+    partials: Parts = ()
+    # Whether to stop before the all-reduce over the replicas.
+    keep: bool = False
+    # A comparison that travels with the message, if the channel `carries`.
+    carried: Comparison | None = None
+
+
+class ReduceChannel(ABC):
+    """Reduces the gradients of one param group."""
+
+    # Whether a reduction can carry a comparison to all ranks of the mesh.
+    carries = False
+    # Takes results that are no partial sums to where the shards are, if not on the device.
+    land: Callable[[Parts], Parts] | None = None
+
+    @abstractmethod
+    def issue(self, gradients: Parts, message: Outgoing) -> Reduction:
+        """Send `gradients`, one full gradient (unpadded shape) per parameter of the flat layout or None. They may be
+        freed on return."""
+
 
 # ---- replicate -------------------------------------------------------------------------------------------------------
 # The steps after a chunk of gradients was summed over the shard ranks.
@@ -83,16 +156,13 @@ class StagedReduction(Reduction):
         channel: MessageReduce,
         send: Buffer,
         complete: bool,
-        partials: Parts,
-        *,
-        keep: bool,
-        carried: Comparison | None,
+        message: Outgoing,
     ) -> None:
         self.pool, self.buffers = channel.pool, (send,)
-        self.carried = carried
-        self._channel, self._complete, self._partials = channel, complete, partials
+        self.carried, self._partials, keep = message.carried, message.partials, message.keep
+        self._channel, self._complete = channel, complete
         replicate = channel.sums.replicate
-        # Without replicas the sum is complete, so there is no partial sum to keep.
+        # Whether it keeps a partial sum: without replicas the sum is complete.
         self.keeps = keep and replicate is not None
         self.has_next = replicate is not None and not keep
         self.keeps_send_buffer = channel.in_send_buffer
@@ -103,12 +173,12 @@ class StagedReduction(Reduction):
 
     @property
     def nbytes(self) -> int:
-        """See `Reduction`."""
+        """Bytes as in `Reduction`."""
         return 0 if self._total is None or self._work is None or self.keeps_send_buffer else self._total.nbytes
 
     @property
     def held_nbytes(self) -> int:
-        """Of the first messages; 0 once they were received."""
+        """Bytes of the first messages; 0 once they were received."""
         return super().held_nbytes if self._total is None else 0
 
     def advance(self) -> None:
@@ -155,7 +225,7 @@ class StagedReduction(Reduction):
         return parts if self._channel.land is None else self._channel.land(parts)
 
     def abandon(self) -> None:
-        """See `Flight`."""
+        """Wait for the messages and discard them, those of the comparison too."""
         if self.carried is not None:
             self.carried.abandon()
         if self._work is not None:
@@ -222,26 +292,15 @@ class _Target(NamedTuple):
     # The shape of the only region, if the contiguous gradient fills it.
     rows: tuple[int, ...] | None
 
-    @classmethod
-    def of(cls, layout: ReduceLayout, index: int) -> _Target:
-        regions = layout.regions(index)
-        ranks, outer, block = regions[0].sizes if len(regions) == 1 else (0, 0, 0)
-        return cls(index, regions, (ranks, block) if outer == 1 else None)
+
+def _target(layout: ReduceLayout, index: int) -> _Target:
+    regions = layout.regions(index)
+    ranks, outer, block = regions[0].sizes if len(regions) == 1 else (0, 0, 0)
+    return _Target(index, regions, (ranks, block) if outer == 1 else None)
 
 
 # An operation for each range of padding, or, of more than so many, one for the whole buffer.
 _PADDINGS = 3
-
-
-class _Keys(dict[tuple[str, torch.dtype], int]):
-    """The keys of one layout's buffers in its pool, by use and dtype."""
-
-    def __init__(self, pool: BufferPool, layout: ReduceLayout) -> None:
-        self._pool, self._layout = pool, layout
-
-    def __missing__(self, part: tuple[str, torch.dtype]) -> int:
-        self[part] = found = self._pool.key(part[0], self._layout, part[1])
-        return found
 
 
 class MessageReduce(ReduceChannel):
@@ -255,11 +314,11 @@ class MessageReduce(ReduceChannel):
 
     def __init__(self, group: ShardGroup, layout: ReduceLayout, pool: BufferPool, sums: Summation) -> None:
         self.group, self.layout, self.pool, self.sums = group, layout, pool, sums
-        # Of the sum over the shard ranks, unless the backend divided.
+        # The divisor of the sum over the shard ranks, unless the backend divided.
         self.divisor = 1.0 if sums.averages else sums.scale.before
         self.carries = {sums.dtypes.wire, sums.dtypes.reduce, sums.dtypes.sum} <= CARRIERS
         pack = layout.pack
-        self._targets = [_Target.of(layout, i) for i in layout.packed]
+        self._targets = [_target(layout, i) for i in layout.packed]
         # (local shape, contiguous stride, offset) of this rank's part of each parameter in one chunk
         self.parts = [
             (shape := segment.layout.local_shape(group.rank), contiguous_stride(shape), segment.offset)
@@ -270,24 +329,18 @@ class MessageReduce(ReduceChannel):
         flags = layout.grad_present_offset - layout.message_start
         tail = flags + len(pack.segments), layout.message_numel
         self._flags = (flags, tail[1]) if layout.facts_numel == 0 and tail in self._zeroed else None
-        self._keys = _Keys(pool, layout)
+        # The keys of its buffers in the pool, by use and dtype.
+        dtypes, uses = {sums.dtypes.wire, sums.dtypes.reduce}, ("send", "receive")
+        self._keys = {(use, dtype): pool.key(use, layout, dtype) for use in uses for dtype in dtypes}
 
-    def issue(
-        self,
-        gradients: Parts,
-        *,
-        accumulated: bool,
-        partials: Parts = (),
-        keep: bool = False,
-        carried: Comparison | None = None,
-    ) -> Reduction:
+    def issue(self, gradients: Parts, message: Outgoing) -> Reduction:
         dtypes = self.sums.dtypes
         # A backend reduces in the requested dtype.
-        dtype = dtypes.reduce if accumulated or not self.compares else dtypes.wire
+        dtype = dtypes.reduce if message.accumulated or not self.compares else dtypes.wire
         send, complete = self.fill(gradients, dtype)
-        if carried is not None and self.compares:
-            carried.write(self.facts_rows(send.tensor, self.group.world, self.layout.message_start))
-        flight = StagedReduction(self, send, complete, partials, keep=keep, carried=carried)
+        if message.carried is not None and self.compares:
+            message.carried.write(self.facts_rows(send.tensor, self.group.world, self.layout.message_start))
+        flight = StagedReduction(self, send, complete, message)
         self.send(flight, dtype, gradients)
         if self.in_send_buffer:
             flight.advance()
@@ -465,7 +518,7 @@ class PairReduce(MessageReduce):
         return [chunk[start : start + numel] for chunk in chunks for start, numel in self._ranges]
 
     def _arriving(self, flight: StagedReduction) -> dict[int, list[Tensor]]:
-        """By rank: where its parts arrive."""
+        """The tensors in which the parts of each rank arrive, by rank."""
         views, width = flight.buffers[1].views, len(self._ranges)
         peers = [rank for rank in range(self.group.world) if rank != self.group.rank]
         return {peer: views[i * width : (i + 1) * width] for i, peer in enumerate(peers)}
@@ -493,7 +546,7 @@ class NativeReduce(MessageReduce):
         self.in_send_buffer = group.world == 1
         # "torch" allows one message only.
         self.carries = adds_messages and (self.carries or not self.in_send_buffer)
-        # As FSDP2 does: a sum of many float16 gradients overflows.
+        # Whether gradients are divided before they are added, as in FSDP2: a sum of many float16 gradients overflows.
         self._divides_first = sums.scale.overflows and not self.in_send_buffer
         if self._divides_first:
             self.divisor = 1.0

@@ -1,7 +1,7 @@
 """The runtime: module and autograd hooks in, collectives and tensors out.
 
 `hooks` reports events, `root` turns them into commands by the rules of `schedule`, and `executor` runs the commands.
-`unit` is one `fully_shard` call, `channels` carries its param groups, `saved_tensors` watches saved weights.
+`unit` is one `fully_shard` call, `channels` has what carries its param groups, `backward` watches saved weights.
 """
 
 from .executor import Executor as Executor

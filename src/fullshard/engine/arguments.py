@@ -152,8 +152,8 @@ def tensors_requiring_grad(value: Any) -> list[Tensor]:
 
 
 def cast_outputs(value: Any, dtype: torch.dtype, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What a forward with these arguments returned, with floating-point tensors in `dtype`. A container that the caller
-    handed over stays that container, and gets the cast tensors."""
+    """The outputs of a forward with these arguments, with floating-point tensors in `dtype`. A container that the
+    caller handed over stays that container, and gets the cast tensors."""
     if isinstance(value, Tensor):
         return value.to(dtype) if value.is_floating_point() else value
     made: dict[int, Tensor] = {}
@@ -216,7 +216,7 @@ class Arguments:
         self._cast: list[tuple[Tensor, Tensor, int]] = []
         # Tensors on another device, likewise. An edit of such a copy stays there, as in FSDP2.
         self._moved: list[tuple[Tensor, Tensor]] = []
-        # By the identity of what was given, which the caller keeps alive: one that is met twice is converted once.
+        # The converted tensors by the identity of those given, which the caller keeps alive: each is converted once.
         self._made: dict[tuple[int, bool], Tensor] = {}
         copies = self._copies = _Copies()
         convert = self._convert

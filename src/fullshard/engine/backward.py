@@ -61,8 +61,8 @@ class RunningBackward:
         self.spends, self.brought = True, False
         # The uses that it reached, and whether the module showed shards when it did.
         self.reached: dict[Reached, bool] = {}
-        # Of earlier backwards of the step, which brought no gradient and kept their graph: the uses whose module showed
-        # shards, without gradient sync. A schedule that splits the backward found no weights there.
+        # The uses whose module showed shards, without gradient sync, in earlier backwards of the step that brought no
+        # gradient and kept their graph. A schedule that splits the backward found no weights there.
         self.inputs_only: set[Reached] = set()
 
     def begin(self) -> None:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -31,73 +30,6 @@ from ..layout import FlatLayout, GatherPlan
 from ..param import ExtensionGroup, OwnedMemory, ParamGroup, SecondaryGroup
 from ..policy import Controls
 
-# ---- channels --------------------------------------------------------------------------------------------------------
-
-
-class Channels(NamedTuple):
-    """Factory for the channels of a unit that computes on `device`, with buffers from `pool`.
-
-    `strategy`: of the unit; `host_link` is None unless the shards are on the host."""
-
-    pool: BufferPool
-    strategy: str
-    controls: Controls
-    device: torch.device
-    host_link: HostLink | None
-
-    def gather(self, group: ParamGroup, links: Links) -> GatherChannel:
-        """The all-gather from the shards of `group` to its full parameters."""
-        if isinstance(group, ExtensionGroup):
-            return ExtensionGather(links.shard, group)
-        if group.shares_memory:
-            return GatherChannel()
-        if self.host_link is None:
-            return self._from(group.flat, group, group.pack, links.shard)
-        shard = OwnedMemory(group.flat.numel(), group.flat.dtype, self.device)
-        inner = self._from(shard.flat, group, group.pack, links.shard)
-        shard.release()
-        return OffloadedGather(inner, group.flat, shard, self.host_link)
-
-    def gather_secondary(self, group: ParamGroup, part: SecondaryGroup, block: Block) -> GatherChannel:
-        """The all-gather from the secondary shards of `group`, over the ranks of `block`, to its full parameters."""
-        part.memory.allocate()
-        channel = self._from(part.memory.flat, group, part.pack, block.group)
-        part.memory.release()
-        return channel
-
-    def _from(self, flat: Tensor, group: ParamGroup, pack: FlatLayout, shard: ShardGroup) -> PlannedGather | CastGather:
-        if shard.world == 1:
-            return CastGather(flat, group.memory)
-        plan, pool, custom = group.plan, self.pool, self.controls.gather
-        one_message = custom is not None or self.strategy == "torch"
-        if custom is not None:
-            shard, pool = CustomGroup(shard, custom), CustomBuffers(custom)
-        if one_message and (custom is not None or len(plan.direct) + bool(plan.packed) > 1):
-            plan = GatherPlan(direct=(), packed=pack.order)
-        return PlannedGather(shard, pack, plan, flat, group.memory, pool)
-
-    def reduce(self, group: ParamGroup, links: Links) -> ReduceChannel:
-        """The reduction from the gradients of the currently trainable parameters of `group` to their shards."""
-        segments = [group.pack.segments[i] for i in group.trainable]
-        layouts, names = [s.layout for s in segments], [s.name for s in segments]
-        precision = group.precision
-        gathered = {place for place, i in enumerate(group.trainable) if i in group.plan.direct}
-        direct = direct_of(links, self.strategy, layouts, gathered, precision.wire.itemsize)
-        pack = FlatLayout.build(layouts, group.pack.align_numel, names=names, first=direct)
-        channel = reduce_channel(
-            links,
-            pack,
-            direct,
-            Dtypes(precision.wire, precision.reduce, precision.sum, precision.gradient),
-            self.pool,
-            strategy=self.strategy,
-            controls=self.controls,
-        )
-        if self.host_link is not None:
-            channel.land = Landing(self.host_link)
-        return channel
-
-
 # ---- secondary shards ------------------------------------------------------------------------------------------------
 # What groups keep between forward and backward with an integer `reshard_after_forward` (hpZ).
 #
@@ -105,14 +37,15 @@ class Channels(NamedTuple):
 
 
 class SecondaryShards:
-    """`groups[i]` keeps `parts[i]`, and `gathers[i]` gathers it from there; from all ranks if the part is None."""
+    """`groups[i]` keeps `parts[i]`, and `gathers[i]` gathers it from there; from all ranks if the part is None.
+    `gather_part`: makes the channel of a part."""
 
     def __init__(
         self,
         groups: Sequence[ParamGroup] = (),
         links: Sequence[Links] = (),
         gathers: Sequence[GatherChannel] = (),
-        channels: Channels | None = None,
+        gather_part: Callable[[ParamGroup, SecondaryGroup, Block], GatherChannel] | None = None,
     ) -> None:
         self._groups = groups
         self.parts: list[SecondaryGroup | None] = []
@@ -120,9 +53,9 @@ class SecondaryShards:
         for group, link, gather in zip(groups, links, gathers, strict=True):
             part = None
             if link.block is not None:
-                assert channels is not None
+                assert gather_part is not None
                 part = SecondaryGroup(group, link.block.mesh)
-                gather = channels.gather_secondary(group, part, link.block)
+                gather = gather_part(group, part, link.block)
             self.parts.append(part)
             self.gathers.append(gather)
         self.kept = [part for part in self.parts if part is not None]
@@ -175,14 +108,14 @@ class UnitChannels:
         # once its root formed `Root._locate`).
         self.strategy = strategy
         self._pool: BufferPool | None = None
-        self._factory: Channels | None = None
+        self._controls = Controls()
         self._links: Sequence[Links] = ()
         self.gathers: list[GatherChannel] = []
-        # What is kept between forward and backward.
+        # The parts that are kept between forward and backward.
         self.secondary = SecondaryShards()
         # Channels of the current or last gather.
         self.arriving: list[GatherChannel] = []
-        # Per group: trainable positions -> channel.
+        # The channels of each group, by the positions that are trainable.
         self.reduces: list[dict[tuple[int, ...], ReduceChannel]] = []
         # Version of the channels; anything derived from them is valid while it stays the same.
         self.times_made = 0
@@ -197,18 +130,21 @@ class UnitChannels:
         """Whether the last all-gather was from secondary shards."""
         return self.arriving is self.secondary.gathers
 
+    @property
+    def _used_pool(self) -> BufferPool:
+        assert self._pool is not None
+        return self._pool
+
     def use(self, pool: BufferPool) -> None:
         """Take buffers from `pool`."""
         self._pool = pool
 
     def make(self, links: Sequence[Links], controls: Controls) -> None:
         """Make all channels anew. `links`: one per group, under the strategy."""
-        assert self._pool is not None
-        factory = Channels(self._pool, self.strategy, controls, self._device, self._host_link)
+        self._controls, self._links = controls, links
         with torch.inference_mode(False):
-            self.gathers = [factory.gather(group, link) for group, link in zip(self._groups, links, strict=True)]
-            self.secondary = SecondaryShards(self._groups, links, self.gathers, factory)
-        self._factory, self._links = factory, links
+            self.gathers = [self._gather(group, link) for group, link in zip(self._groups, links, strict=True)]
+            self.secondary = SecondaryShards(self._groups, links, self.gathers, self._gather_secondary)
         self.times_made += 1
         self.arriving = self.gathers
         self.reduces = [{} for _ in self._groups]
@@ -221,6 +157,59 @@ class UnitChannels:
         if channel is None:
             if len(known) >= _REDUCE_CHANNELS:
                 del known[next(iter(known))]
-            assert self._factory is not None
-            channel = known[group.trainable] = self._factory.reduce(group, self._links[position])
+            channel = known[group.trainable] = self._reduce(group, self._links[position])
+        return channel
+
+    # ---- one group -----------------------------------------------------------------------------------------
+
+    def _gather(self, group: ParamGroup, links: Links) -> GatherChannel:
+        """The all-gather from the shards of `group` to its full parameters."""
+        if isinstance(group, ExtensionGroup):
+            return ExtensionGather(links.shard, group)
+        if group.shares_memory:
+            return GatherChannel()
+        if self._host_link is None:
+            return self._from(group.flat, group, group.pack, links.shard)
+        shard = OwnedMemory(group.flat.numel(), group.flat.dtype, self._device)
+        inner = self._from(shard.flat, group, group.pack, links.shard)
+        shard.release()
+        return OffloadedGather(inner, group.flat, shard, self._host_link)
+
+    def _gather_secondary(self, group: ParamGroup, part: SecondaryGroup, block: Block) -> GatherChannel:
+        """The all-gather from the secondary shards of `group`, over the ranks of `block`, to its full parameters."""
+        part.memory.allocate()
+        channel = self._from(part.memory.flat, group, part.pack, block.group)
+        part.memory.release()
+        return channel
+
+    def _from(self, flat: Tensor, group: ParamGroup, pack: FlatLayout, shard: ShardGroup) -> PlannedGather | CastGather:
+        if shard.world == 1:
+            return CastGather(flat, group.memory)
+        plan, pool, custom = group.plan, self._used_pool, self._controls.gather
+        one_message = custom is not None or self.strategy == "torch"
+        if custom is not None:
+            shard, pool = CustomGroup(shard, custom), CustomBuffers(custom)
+        if one_message and (custom is not None or len(plan.direct) + bool(plan.packed) > 1):
+            plan = GatherPlan(direct=(), packed=pack.order)
+        return PlannedGather(shard, pack, plan, flat, group.memory, pool)
+
+    def _reduce(self, group: ParamGroup, links: Links) -> ReduceChannel:
+        """The reduction from the gradients of the currently trainable parameters of `group` to their shards."""
+        segments = [group.pack.segments[i] for i in group.trainable]
+        layouts, names = [s.layout for s in segments], [s.name for s in segments]
+        precision = group.precision
+        gathered = {place for place, i in enumerate(group.trainable) if i in group.plan.direct}
+        direct = direct_of(links, self.strategy, layouts, gathered, precision.wire.itemsize)
+        pack = FlatLayout.build(layouts, group.pack.align_numel, names=names, first=direct)
+        channel = reduce_channel(
+            links,
+            pack,
+            direct,
+            Dtypes(precision.wire, precision.reduce, precision.sum, precision.gradient),
+            self._used_pool,
+            strategy=self.strategy,
+            controls=self._controls,
+        )
+        if self._host_link is not None:
+            channel.land = Landing(self._host_link)
         return channel

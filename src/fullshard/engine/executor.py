@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from .._torch import post_accumulate_grad_hooks, profiling, registered_hooks, with_tensor_hooks
-from ..comm import HostCopy
+from ..comm import HostCopy, Outgoing
 from ..param import ParamGroup, ShardedParam
 from ..schedule import Command, CommandChecker
 from .optimizer_steps import note_window
@@ -102,7 +102,7 @@ class WaitingGradients:
 
 
 class _Backward:
-    """What commands of the running backward did."""
+    """Notes what commands of the running backward did."""
 
     def __init__(self) -> None:
         # Units with gradients to commit at its end, in the order of their commands.
@@ -111,7 +111,7 @@ class _Backward:
         self.closing: set[Unit] = set()
         # Units whose partial sums are under way.
         self.carrying: set[Unit] = set()
-        # On a device: by group, gradients of which the host does not know yet whether any rank produced them.
+        # The gradients, by group, of which the host does not know yet whether any rank produced them. On a device.
         self.unresolved: dict[ParamGroup, tuple[Sequence[ShardedParam], HostCopy | None]] = {}
 
     def clear(self) -> None:
@@ -358,13 +358,9 @@ class Executor:
             for observer in self.gradient_observers:
                 observer.sends(unit, group, gradients)
             channel = unit.channels.reduces[position].get(group.trainable) or unit.channels.reduce(position)
-            reduction = channel.issue(
-                gradients,
-                accumulated=accumulated,
-                partials=[group.params[i].gradients.live_partial() for i in group.trainable] if with_partials else (),
-                keep=keep,
-                carried=self._companion.carry(unit, position, channel, keep=keep),
-            )
+            partials = [group.params[i].gradients.live_partial() for i in group.trainable] if with_partials else ()
+            carried = self._companion.carry(unit, position, channel, keep=keep)
+            reduction = channel.issue(gradients, Outgoing(accumulated, partials, keep, carried))
             self._put(InFlight(self, unit, group, group.trainable, reduction, self.stepping.collected))
         if limit is None:
             while len(self.shared.in_flight) > self._limit:

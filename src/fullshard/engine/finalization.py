@@ -27,7 +27,7 @@ _WAIT = "call wait() of the GradientReductionHandle that finalize_backward(async
 
 
 class FinalizedRoot(AnyRoot, Protocol):
-    """What ends a step of a root (root.py)."""
+    """Ends a step of a root (root.py)."""
 
     @property
     def shared(self) -> Shared: ...

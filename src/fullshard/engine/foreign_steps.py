@@ -18,8 +18,7 @@ from torch.optim import Optimizer
 from .._torch.dtensor import REFUSES_CHANGED_PLACEMENTS
 from .._torch.modules import left_out_of_ddp
 from ..param import Owner
-from .names import clean_name, first_few
-from .names_elsewhere import names_elsewhere
+from .names import clean_name, first_few, names_elsewhere
 from .optimizer_steps import refuses_steps
 from .root import module_units
 

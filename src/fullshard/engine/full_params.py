@@ -1,4 +1,4 @@
-"""What a user does with sharded parameters explicitly: `full_params` for a whole model."""
+"""Opens units for `full_params`: their full parameters are on the modules, for a whole model."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class OpenUnit:
         self.unit = unit
         self.opening = opening
         self._keep = keep
-        # Per group, one per parameter; empty if this rank keeps none.
+        # The full parameters of each group; empty if this rank keeps none.
         self._full: list[list[nn.Parameter]] = []
         if unit.root is not None:
             unit.root.reshard(unit)

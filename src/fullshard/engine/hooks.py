@@ -45,9 +45,9 @@ class _Running(NamedTuple):
 
     # The exception being handled when the forward began; a different one at its end was raised by the forward.
     handling: BaseException | None
-    # False for recomputation in backward.
+    # Whether it is a use of its own, and no recomputation in backward.
     own_use: bool
-    # Inside another forward of the unit.
+    # Whether it is inside another forward of the unit.
     nested: bool
     # A registered method: its end is always noticed. A forward's end is missed after a KeyboardInterrupt.
     method: bool
@@ -71,9 +71,9 @@ class UnitHooks:
         self._unit = unit
         self._running: list[_Running] = []
         self._generation = 0
-        # No forward ran yet.
+        # Whether no forward ran yet.
         self._first = True
-        # It was said that a forward edits a tensor argument that is a copy.
+        # Whether a warning said that a forward edits a tensor argument that is a copy.
         self._warned_of_edit = False
         # The open pass over several modules: modules that did not run yet, and its inputs.
         self._left: set[nn.Module] = set()

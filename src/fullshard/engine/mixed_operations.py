@@ -20,8 +20,7 @@ from .._torch import current_backward
 from .._torch.dtensor import MIXED, storage_key
 from ..param import Owner
 from ..schedule import Full
-from .names import dotted_name, first_few
-from .names_elsewhere import all_modules, names_elsewhere, parameter_of
+from .names import all_modules, dotted_name, first_few, names_elsewhere, parameter_of
 from .unit import Unit, unit_of
 
 _OURS = "fullshard: "
@@ -205,7 +204,7 @@ _installed = False
 
 
 def note_uncaught() -> None:
-    """From now on exceptions that nobody catches get the note. Again does nothing, unless the hook was reset."""
+    """Let exceptions that nobody catches get the note. Again does nothing, unless the hook was reset."""
     global _installed
     if not _installed or sys.excepthook is sys.__excepthook__:
         _installed = True

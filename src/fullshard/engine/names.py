@@ -1,11 +1,16 @@
-"""Dotted names of modules and parameters, as in the user's code, for errors and reports."""
+"""Dotted names of modules and parameters, as in the user's code, for errors and reports.
+
+Those of a sharded model come from its units. What an optimizer holds beside one belongs to no unit: its name is looked
+up among all modules of the process.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import gc
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
-from torch import nn
+from torch import Tensor, nn
 
 from ..param import ShardedParam
 
@@ -55,3 +60,28 @@ def parameter_names(model: nn.Module, units: Sequence[NamedUnit]) -> dict[Sharde
             slot = next((slot for slot in param.slots if slot.module in prefixes), None)
             names[param] = param.name if slot is None else prefixes[slot.module] + slot.name
     return names
+
+
+def names_elsewhere(parameters: Iterable[Tensor]) -> dict[int, str]:
+    """The name of each of `parameters`, by id, in a module of this process, such as "Head.proj.weight": that of the
+    outermost module which has it. Its shape, if none has it. Looks through all objects of the process."""
+    wanted = {id(parameter): f"a parameter of shape {tuple(parameter.shape)}" for parameter in parameters}
+    depths = dict.fromkeys(wanted, -1)
+    for module in all_modules():
+        for name, parameter in nn.Module.named_parameters(module):  # not a wrapper's own
+            # The more dots, the further out is the module.
+            if name.count(".") > depths.get(id(parameter), name.count(".")):
+                depths[id(parameter)] = name.count(".")
+                wanted[id(parameter)] = f"{type(module).__name__.removeprefix('FSDP')}.{clean_name(name)}"
+    return wanted
+
+
+def parameter_of(gradient: Tensor) -> Tensor | None:
+    """The parameter of a module of this process whose `.grad` it is; None if there is none."""
+    parameters = (p for module in all_modules() for p in vars(module)["_parameters"].values() if p is not None)
+    return next((p for p in parameters if p.grad is gradient), None)
+
+
+def all_modules() -> list[nn.Module]:
+    """The modules of this process."""
+    return [one for one in gc.get_objects() if issubclass(type(one), nn.Module) and "_parameters" in vars(one)]

@@ -1,4 +1,4 @@
-"""Around each optimizer step of the process: what may refuse it, how often steps were taken, and who hears of them.
+"""Hooks around each optimizer step of the process: they may refuse it, count it, and call listeners.
 
     before    checks that may refuse the step, each with its registry: an empty registry costs nothing
     after     the step is counted for its thread, and listeners are notified

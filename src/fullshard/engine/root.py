@@ -39,7 +39,7 @@ from .optimizer_steps import expect_backward, follow_steps, note_backward
 from .optional_units import arrange, note_stale, refuse_out_of_place
 from .stream import ModelStream
 from .uninitialized import has_meta_buffers, prove_initialized
-from .unit import HOOKED_FORWARDS, Shared, Unit, Unproven, unit_of
+from .unit import HOOKED_FORWARDS, Shared, Unit, unit_of
 
 # ---- root ------------------------------------------------------------------------------------------------------------
 
@@ -49,7 +49,7 @@ class Root:
 
     def __init__(self, units: Sequence[Unit], names: Sequence[str], *, provisional: bool) -> None:
         self.units = list(units)
-        # Made for one unit by an early `unshard`; replaced by the real root.
+        # Whether it was made for one unit by an early `unshard`; the real root replaces it.
         self.provisional = provisional
         self.options = options = Options.current()
         for unit in self.units:
@@ -57,9 +57,9 @@ class Root:
         first = self.units[0]
         device = first.device
         self._backward = RunningBackward(follow_steps(), self.backward_end, self._backward_failed)
-        # What this root has to do with the other ranks, beside messages.
+        # The companion does what this root has to do with the other ranks, beside messages.
         self.companion = first.settings.accompany(self)
-        # Which groups span several nodes.
+        # Finds out which groups span several nodes.
         self._nodes = Nodes()
         self.executor = Executor(
             self.units,
@@ -69,7 +69,7 @@ class Root:
             send_buffers=options.send_buffers_on(device.type),
             check=options.check,
         )
-        # On a device all commands of a step run on one of its streams.
+        # The stream on which all commands of a step run, on a device.
         self.stream = None if device.type == "cpu" else ModelStream(device)
         self.run = RunRecord([unit.record for unit in self.units], prefetch_depth=options.prefetch_depth)
         self.limit_bytes()
@@ -99,9 +99,12 @@ class Root:
             self.reads.learn(unit)
         if not provisional:
             arrange(self.units)
-        self.unproven = Unproven(any(unit.unproven for unit in self.units) or has_meta_buffers(first.module))
+        # Whether parameters or buffers may be uninitialised, which the next forward checks; and whether all ranks will
+        # make the same checks.
+        self.some_unproven = any(unit.unproven for unit in self.units) or has_meta_buffers(first.module)
+        self._checks_agreed = False
 
-    # What others own, and all parts of the engine ask the root for. C functions: hooks call them often in a step.
+    # The root is asked for what others own. C functions: hooks call them often in a step.
     shared = cast(Shared, property(attrgetter("executor.shared")))
     thread = cast(int, property(attrgetter("_backward.thread")))
 
@@ -136,15 +139,15 @@ class Root:
                 return self.pre_forward(unit, running, in_method=in_method)
         if self._backward.end is not NOT_RUNNING:
             self._backward.settle()
-        if not self.unproven.agreed and not self.provisional:
+        if not self._checks_agreed and not self.provisional:
             if self._meets():
                 self.reset()
             # All ranks must make the same checks, but some may have memory without values while others have values.
-            self.unproven.some = self.companion.unproven(self.units, self.unproven.some)
-            self.unproven.agreed = True  # only now: if a peer fails before it gets here, all ranks ask again
-        if self.unproven.some:
+            self.some_unproven = self.companion.unproven(self.units, self.some_unproven)
+            self._checks_agreed = True  # only now: if a peer fails before it gets here, all ranks ask again
+        if self.some_unproven:
             prove_initialized(self.units)
-            self.unproven.some = False
+            self.some_unproven = False
         record, run = unit.record, self.run
         in_backward = current_backward() != -1
         outermost = run.forward_root in (None, record) or record.index == 0

@@ -41,7 +41,7 @@ State = tuple[list[int], list[int] | None]
 
 
 class Seal:
-    """What the shards of one unit were when its full parameters were gathered. `groups`: the unit's own list."""
+    """Notes what the shards of one unit were when its full parameters were gathered. `groups`: the unit's own list."""
 
     def __init__(self, groups: Sequence[ParamGroup], record: UnitRecord, channels: UnitChannels) -> None:
         self._groups, self._record, self._channels = groups, record, channels
@@ -50,7 +50,7 @@ class Seal:
         self._steps = -1
         # None if full parameters are not kept for later forwards.
         self._sample: list[int] | None = None
-        # Those that are copies of shards.
+        # The full parameters that are copies of shards.
         self._fulls: list[Tensor] = []
 
     # ---- shards --------------------------------------------------------------------------------------------
@@ -113,7 +113,7 @@ class Seal:
     # Not where they are the shards (one rank, one dtype): there a write persists.
 
     def before_forward(self, *, sums: bool) -> State | None:
-        """What the full parameters are; None if they need no check. `sums`: with their bits."""
+        """The state of the full parameters; None if they need no check. `sums`: with their bits."""
         fulls = self._fulls
         if not fulls:
             return None

@@ -18,7 +18,7 @@ Unit: TypeAlias = Any
 
 
 class PublishedFailures(Protocol):
-    """What failed among the ranks of one mesh, if anything."""
+    """Says what failed among the ranks of one mesh, if anything."""
 
     @property
     def must_meet(self) -> bool: ...
@@ -41,7 +41,7 @@ class WaitingRanks(Protocol):
 
     @property
     def states(self) -> Mapping[str, object]:
-        """What ranks said when they met after a failure, until a forward looked at it; usually empty."""
+        """The texts of ranks that met after a failure, until a forward looked at them; usually empty."""
 
     @property
     def groups(self) -> Mapping[str, object]:
@@ -64,7 +64,7 @@ class Companion:
         """The links of `units` are chosen: of all when the root forms, later of those whose settings change."""
 
     def meets(self) -> bool:
-        """Something failed since the last step: wait for all ranks. Returns whether they had diverged."""
+        """Wait for all ranks, because something failed since the last step. Returns whether they had diverged."""
         return False
 
     def unproven(self, units: Sequence[Unit], some: bool) -> bool:
@@ -89,7 +89,7 @@ class Companion:
         """All messages of the backward arrived, and nothing was handed over yet."""
 
     def discards(self) -> None:
-        """What a failed step sent is discarded."""
+        """The engine discards what a failed step sent."""
 
     def failed(self, error: BaseException | None, where: str) -> None:
         """This rank raised `error` (None: unknown) in `where`."""

@@ -1,4 +1,4 @@
-"""Which sharded models are stages of a pipeline, and the ranks that have the other stages.
+"""Notes which sharded models are stages of a pipeline, and the ranks that have the other stages.
 
 A schedule says so by what it calls: a stage holds back the reductions of its module and asks for them once
 (torch/distributed/pipelining/stage.py). The stage is the caller, and it has the group of its axis.

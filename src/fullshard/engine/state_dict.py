@@ -49,7 +49,7 @@ class _Replaced(NamedTuple):
     unit: weakref.ref[Unit]
     # Relative to the unit, as in `ShardedParam`.
     name: str
-    # Its gradient when it was replaced.
+    # The gradient when it was replaced.
     gradient: weakref.ref[Tensor] | None
     # How it was replaced, for the error.
     how: str
@@ -65,7 +65,7 @@ def note_replaced(unit: Unit, found: Iterable[Found]) -> None:
 
 
 def note_assigned(unit: Unit, old: Tensor, name: str) -> None:
-    """Another parameter was assigned instead of `old`, which is `name` below `unit`."""
+    """Note that another parameter was assigned instead of `old`, which is `name` below `unit`."""
     _note(unit, old, name, "load_state_dict(assign=True) replaced")
 
 

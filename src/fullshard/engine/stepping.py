@@ -40,7 +40,7 @@ class Stepping:
         self.on_step: Callable[[], None] = lambda: None
         # The thread that runs the model: optimizer steps are counted per thread.
         self.thread = 0
-        # In the running backward: stepped parameters; units whose step waits for its end.
+        # The parameters stepped in the running backward; the units whose step waits for its end.
         self._stepped: dict[Unit, set[ShardedParam]] = {}
         self._postponed: set[Unit] = set()
 

@@ -87,7 +87,7 @@ def note_uninitialized(unit: Unit, emptied: Iterable[ShardedParam] | None = None
     unit.unproven = True
     note_rows_emptied(unit.params if emptied is None else emptied)
     if unit.root is not None:
-        unit.root.unproven.some = True
+        unit.root.some_unproven = True
 
 
 def has_meta_buffers(top: nn.Module) -> bool:
@@ -270,7 +270,7 @@ _KEEP = "_is_hf_initialized"
 
 
 def foreign_initialisers(top: nn.Module) -> dict[nn.Module, Callable[[], object]]:
-    """What initialises each module below `top` that belongs to a model of transformers; empty without such a model.
+    """The function that initialises each module below `top` of a model of transformers; empty without such a model.
 
     The nearest model above decides. A LoRA layer initialises its adapters itself, because they have to begin as zero.
     """

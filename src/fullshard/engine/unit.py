@@ -11,13 +11,14 @@ reads        whether saved weights are watched                backward.py
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 from torch import nn
 
+from .._torch import grad_dtype_of
 from ..comm import BufferPool, HostLink, Links, Reduction
 from ..layout import UnitMemory
 from ..param import (
@@ -28,20 +29,96 @@ from ..param import (
     Placing,
     ShardedParam,
     extended_since,
+    has_extension,
     holds_bits,
     note_initial,
     set_apart,
 )
-from ..policy import Controls, Offload, Options
-from ..policy.policies import MixedPrecisionLike
+from ..policy import Controls, Offload, Options, Precision, Wanted, resolve_precision, wanted_of
+from ..policy.policies import GradDtype, MixedPrecisionLike
 from ..schedule import Full, RunRecord, UnitRecord
 from .channels import UnitChannels
 from .gradients import UnitGradients
-from .grouping import grouped, regrouped
 from .optimizer_steps import follow_steps, note_full
 from .seal import Seal
 from .seam import NOBODY, Companion
 from .stream import ModelStream
+
+# ---- grouping --------------------------------------------------------------------------------------------------------
+# Which parameters of a unit travel together: each group has one mesh, and parameters of equal dtypes.
+#
+# Several dtypes in a unit are several groups, each with its own flat buffer and messages: storage dtypes, compute
+# dtypes that `param_dtype_override_fn` chose, and `grad_dtype` of parameters. Packed bits and numbers are apart, and
+# each tensor extension is alone.
+
+
+def grouped(
+    found: Sequence[Found], placing: Placing, policy: MixedPrecisionLike, follows: str
+) -> Iterator[tuple[list[Found], ParamGroup]]:
+    """The groups of `found`, in the order of their first parameters. `follows`: as in `Wanted`.
+
+    Calls the policy's `param_dtype_override_fn` with each parameter, in their order; `ValueError` for a wrong result.
+    """
+    wanted = [wanted_of(policy, item.parameter, item.name, follows) for item in found]
+    # A cast would destroy packed bits.
+    wanted = [Wanted(follows=follows) if holds_bits(f.parameter) else w for f, w in zip(found, wanted, strict=True)]
+    wanted = _reduced_together([f.parameter for f in found], wanted)
+    groups: dict[object, list[Found]] = {}
+    precisions: dict[object, Precision] = {}
+    for item, each in zip(found, wanted, strict=True):
+        alone = has_extension(item.parameter, item.name)
+        key: object = id(item) if alone else (item.parameter.dtype, holds_bits(item.parameter), each)
+        groups.setdefault(key, []).append(item)
+        precisions[key] = resolve_precision(each, item.parameter.dtype)
+    for key, same in groups.items():
+        yield same, _group(same, precisions[key], placing, policy)
+
+
+def _reduced_together(parameters: Sequence[nn.Parameter], wanted: Sequence[Wanted]) -> list[Wanted]:
+    """`wanted` of each of `parameters`, which knows of the others that are reduced in the same dtype."""
+    kinds: dict[torch.dtype, dict[GradDtype, None]] = {}
+    for parameter, each in zip(parameters, wanted, strict=True):
+        if parameter.requires_grad:
+            kinds.setdefault(parameter.dtype, {})[each.grad_dtype] = None
+    found = []
+    for parameter, each in zip(parameters, wanted, strict=True):
+        beside = tuple(kind for kind in kinds.get(parameter.dtype, ()) if kind != each.grad_dtype)
+        found.append(each._replace(beside=beside))
+    return found
+
+
+def _group(found: Sequence[Found], precision: Precision, placing: Placing, policy: Any) -> ParamGroup:
+    if has_extension(found[0].parameter, found[0].name):
+        return ExtensionGroup(found, precision, placing, policy)
+    return ParamGroup(found, precision, placing)
+
+
+def regrouped(groups: Sequence[ParamGroup]) -> list[tuple[int, ParamGroup]] | None:
+    """The groups anew, each with the position of the one that it was part of, if the user set or changed the
+    `grad_dtype` of sharded parameters since `groups` were made; else None."""
+    found = [[grad_dtype_of(param.sharded) for param in group.params] for group in groups]
+    if all(kind == group.precision.wanted.grad_dtype for group, row in zip(groups, found, strict=True) for kind in row):
+        return None
+    wanted: dict[int, Wanted] = {}
+    for placing in {id(group.placing): group.placing for group in groups}.values():
+        params = [
+            (param.sharded, group.precision.wanted._replace(grad_dtype=kind))
+            for group, row in zip(groups, found, strict=True)
+            if group.placing is placing
+            for param, kind in zip(group.params, row, strict=True)
+        ]
+        together = _reduced_together([parameter for parameter, _ in params], [each for _, each in params])
+        wanted |= {id(parameter): each for (parameter, _), each in zip(params, together, strict=True)}
+    made = []
+    for position, group in enumerate(groups):
+        parts: dict[Wanted, list[Any]] = {}
+        for param in group.params:
+            parts.setdefault(wanted[id(param.sharded)], []).append(param)
+        for each, same in parts.items():
+            precision = resolve_precision(each, group.precision.storage)
+            made.append((position, group.converted(precision, None if len(parts) == 1 else same)))
+    return made
+
 
 # ---- sizes -----------------------------------------------------------------------------------------------------------
 # Bytes of one param group, from its layout; the same on every rank.
@@ -93,7 +170,7 @@ class Shared:
         self.replicating: deque[InFlight] = deque()
         # Both, in the order of a reduction's messages.
         self.all_in_flight = self.in_flight, self.replicating
-        # What `finalize_backward(async_op=True)` of one of the roots left under way.
+        # The handle of `finalize_backward(async_op=True)`, if one of the roots left reductions under way.
         self.finalizing: object | None = None
 
 
@@ -143,7 +220,7 @@ class UnitSettings:
     post_optim_event: torch.Event | None = None
     prefetch_nbytes: int | None = None
     gradient_nbytes: int | None = None
-    # Who accompanies the root that it becomes.
+    # Makes the companion of the root that it becomes.
     accompany: Callable[[AnyRoot], Companion] = lambda _: NOBODY
 
 
@@ -157,14 +234,6 @@ class Reads:
     is_on: bool = False
 
 
-class Unproven:
-    """Of a root. `some`: parameters or buffers may be uninitialised, which the next forward checks. `agreed`: all ranks
-    will make the same checks."""
-
-    def __init__(self, some: bool) -> None:
-        self.some, self.agreed = some, False
-
-
 class AnyRoot(Protocol):
     """The interface of a root (root.py) for units and for code that only knows units."""
 
@@ -174,8 +243,9 @@ class AnyRoot(Protocol):
     companion: Companion
     thread: int
     provisional: bool
-    unproven: Unproven
-    # On a device.
+    # Whether parameters or buffers may be uninitialised, which the next forward checks.
+    some_unproven: bool
+    # The stream of its commands, on a device.
     stream: ModelStream | None
 
     def reshard(self, unit: Unit) -> None: ...
@@ -208,7 +278,7 @@ class Unit:
         name = "+".join(type(module).__name__ for module in self.modules)
         self.record = UnitRecord(name, 0, reshard_after_forward=reshard_after_forward is not False)
         self.groups: list[ParamGroup] = []
-        # By group: the ranks it communicates with, under the strategy of its channels.
+        # The ranks that each group communicates with, under the strategy of its channels.
         self.links: list[Links] = []
         for part in parts:
             for same, group in grouped(part.found, part.placing, policy, reduce_default):

@@ -2,7 +2,7 @@
 
 Standard library only, so it imports without torch. Files: `shard` (one parameter; bytes per element), `flat` (one unit
 and its gradient messages), `gather` (direct or packed gathers; what stays between forward and backward), `memory`
-(bytes of one unit), `budget` (what fits into a number of bytes), `boxes` (parts of tensors), `names` and `routes`
+(bytes of one unit, and what fits into a number of bytes), `boxes` (parts of tensors), `names` and `routes`
 (what goes from one layout to another one), `owners` (which rank steps which whole matrix).
 """
 
@@ -14,9 +14,6 @@ from .boxes import overlap as overlap
 from .boxes import positions as positions
 from .boxes import spans as spans
 from .boxes import whole as whole
-from .budget import Candidate as Candidate
-from .budget import choose_resident as choose_resident
-from .budget import leading_within as leading_within
 from .flat import FACTS_NUMEL as FACTS_NUMEL
 from .flat import FlatLayout as FlatLayout
 from .flat import ReduceLayout as ReduceLayout
@@ -32,8 +29,11 @@ from .gather import groups_messages as groups_messages
 from .gather import plan_gather as plan_gather
 from .gather import secondary_layout as secondary_layout
 from .gather import sends_in_pairs as sends_in_pairs
+from .memory import Candidate as Candidate
 from .memory import Term as Term
 from .memory import UnitMemory as UnitMemory
+from .memory import choose_resident as choose_resident
+from .memory import leading_within as leading_within
 from .memory import total as total
 from .names import Link as Link
 from .names import Names as Names

@@ -63,7 +63,7 @@ GROUPING_BACKENDS = frozenset({"nccl"})
 # Backends on which an all-to-all with a sum on arrival is faster than their own reduce-scatter (benchmarks/pairs.py),
 # and the test backends that replace gloo. On all others the backend reduces, unless a measurement says otherwise.
 EXCHANGING_BACKENDS = frozenset({"gloo", "threaded", "fake"})
-# Backends whose ranks send to each other at the cost of a system call (comm/data_group.py), from the host's memory
+# Backends whose ranks send to each other at the cost of a system call (comm/group.py), from the host's memory
 # alone: gloo's sends and receives know no other. And the bytes from one rank to another from which this pays off, for a
 # parameter and for a gradient (benchmarks/pairs.py).
 PAIRWISE_BACKENDS = frozenset({"gloo"})

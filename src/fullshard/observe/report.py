@@ -22,8 +22,7 @@ from torch.optim import Optimizer
 
 from .._torch import local_of
 from ..engine import Root, Unit, unit_of
-from ..engine.names import clean_name, parameter_names
-from ..engine.names_elsewhere import names_elsewhere
+from ..engine.names import clean_name, names_elsewhere, parameter_names
 from ..engine.root import formed
 from ..engine.state_dict import standing_parameter as standing
 from ..layout import Term

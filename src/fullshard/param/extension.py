@@ -137,7 +137,7 @@ class ExtensionGroup(ParamGroup):
         self.flat = torch.empty(0, dtype=self.precision.storage, device=device)
 
     def fill(self, param: ShardedParam, source: Tensor) -> None:
-        """As in `ParamGroup`; the first call also makes the shard, of the class of `source`."""
+        """Write the shard as `ParamGroup` does; the first call also makes the shard, of the class of `source`."""
         if isinstance(source, DTensor):
             source = settled(local_of(source))
         rank, layout = self.placing.rank, param.layout
@@ -198,7 +198,7 @@ class ExtensionGroup(ParamGroup):
     # ---- gathering (comm.extension) ------------------------------------------------------------------------
 
     def messages(self) -> list[tuple[Tensor, Tensor]]:
-        """See `comm.extension.Extension`, also for the other two."""
+        """Call the first gather method: see `comm.gather.Extension`, also for the other two."""
         (param,) = self.params
         with torch.inference_mode(False), torch.no_grad():
             inputs = self._inputs(param)

@@ -47,7 +47,7 @@ class ParamTensors(Protocol):
 
 
 class ParamGradients:
-    """See the table of the module. Belongs to one `ShardedParam`."""
+    """Holds the gradients of the table above, of one `ShardedParam`."""
 
     __slots__ = ("_param", "fresh", "fresh_partial", "held", "marker", "partial", "reduced", "shown", "shows_held")
 
@@ -60,7 +60,7 @@ class ParamGradients:
         self.fresh_partial: Tensor | None = None
         # The `.grad` at the time `held` and `partial` were kept; a different one means that the user cleared them.
         self.marker: Tensor | None = None
-        # What `full.grad` shows of `held`; and whether it may.
+        # The tensor with which `full.grad` shows `held`; and whether it may.
         self.shown: Tensor | None = None
         self.shows_held = False
 
@@ -271,7 +271,7 @@ class ParamGradients:
         return version_of(self._param.sharded), -1 if gradient is None else version_of(gradient)
 
     def _commit_held(self, fresh: Tensor) -> None:
-        """Without a reduction `fresh` joins `held`, and `.grad` shows it."""
+        """Add `fresh`, which is not reduced, to `held`, and show that on `.grad`."""
         self.fresh = None
         held = self.live_held()
         if held is not None:

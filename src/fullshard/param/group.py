@@ -70,8 +70,8 @@ class _Shards(NamedTuple):
 
 
 class ParamGroup:
-    """See the module. `params` keep the order of the modules; `trainable` are the positions that get gradients. The
-    modules stay unchanged until `take_back`."""
+    """Holds the tensors of the table above. `params` keep the order of the modules; `trainable` are the positions that
+    get gradients. The modules stay unchanged until `take_back`."""
 
     # The user's setting, which outlives `memory`.
     _keeps_storage = False
@@ -254,7 +254,7 @@ class ParamGroup:
     # ---- alias repair --------------------------------------------------------------------------------------
 
     def look(self, standing: Sequence[nn.Parameter] | None = None) -> tuple[bool, bool, tuple[int, ...]]:
-        """What the shards are now; asked at each all-gather, so without Python per parameter.
+        """The state of the shards now; asked at each all-gather, so without Python per parameter.
 
         Returns whether users still hold the memory of `flat`, without gather methods of its own
         (`extension.set_apart`), and our parameters are still on the modules; whether an optimizer may write the shards,
@@ -390,7 +390,7 @@ class ParamGroup:
         return taken
 
     def _sums_with_held(self) -> dict[int, Tensor | None]:
-        """By position `sum_with_held` of each trainable parameter; on a device in two kernels for all."""
+        """The `sum_with_held` of each trainable parameter, by position; on a device in two kernels for all."""
         dtype, pairs = self.precision.reduce, {}
         for i in self.trainable:
             held, fresh = self.params[i].gradients.live_held(), self.params[i].gradients.fresh

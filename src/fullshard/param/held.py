@@ -67,7 +67,7 @@ def places_of(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Place], list[str
 
 
 def _memory(tensor: Tensor, place: Place) -> object:
-    """What tied tensors share: they are one object, or the same elements of one memory."""
+    """The key that tied tensors share: they are one object, or the same elements of one memory."""
     local = settled(local_of(tensor) if isinstance(tensor, DTensor) else tensor)
     if isinstance(tensor, nn.Parameter) or not local.numel() or local.is_meta:
         return id(tensor)
@@ -81,7 +81,7 @@ class Layouts:
         self._made: dict[object, Parts] = {}
 
     def parts(self, shape: tuple[int, ...], found: Iterable[tuple[Place, Sequence[int]]]) -> Parts:
-        """Of a tensor with these places, each with the ranks that gave it."""
+        """The parts of a tensor with these places, each with the ranks that gave it."""
         given = tuple((place[2:5], tuple(ranks) if place.mesh is None else ()) for place, ranks in found)
         key = shape, given
         if key not in self._made:
@@ -119,7 +119,8 @@ def from_text(text: str) -> dict[str, Place]:
 def held_by(
     given: Iterable[tuple[Mapping[str, Place], Sequence[int]]], layouts: Layouts
 ) -> dict[str, Held] | list[str]:
-    """Who holds what, from what ranks describe: each description with the ranks that gave it. Or what does not fit."""
+    """The places of each tensor, from what ranks describe: each description with the ranks that gave it. Or what does
+    not fit."""
     found: dict[str, list[tuple[Place, Sequence[int]]]] = {}
     problems = []
     for places, ranks in given:

@@ -44,7 +44,7 @@ class FullMesh(NamedTuple):
     given: DeviceMesh
     # The mesh of the sharded parameters; it differs where several axes shard together and became one.
     mesh: DeviceMesh
-    # For each axis of `mesh`, the (first) axis of `given` that it comes from.
+    # The (first) axis of `given` that each axis of `mesh` comes from.
     origins: tuple[int, ...]
     # The axis of `mesh` that shards; None if parameters are only replicated.
     shard_axis: int | None

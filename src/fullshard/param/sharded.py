@@ -29,7 +29,7 @@ class Owner:
     """The unit of one parameter. `ranks`: those of its mesh, as ranks in the default group. `name`: the parameter's, as
     the user's model spells it, once the root formed."""
 
-    # Of the storage.
+    # The attribute of the storage.
     ATTRIBUTE = "_fullshard_owner"
 
     def __init__(self, name: str, ranks: tuple[int, ...]) -> None:
@@ -61,7 +61,7 @@ class Initial(NamedTuple):
     """Digests of a parameter's initial value (initial.py): 0-dim tensors on the parameter's device, so that
     `fully_shard` synchronises with no device."""
 
-    # Of the full parameter (of a DTensor, this rank's part), and of the shard taken from it.
+    # The digests of the full parameter (of a DTensor, this rank's part), and of the shard taken from it.
     full: Tensor
     shard: Tensor
     # The shard's tensor, and its version counts.
@@ -102,7 +102,8 @@ def full_of(param: ShardedParam, view: Tensor, marks: dict[str, Any]) -> nn.Para
 
 
 class ShardedParam:
-    """See the module's table. Made and re-made by `ParamGroup`; `name` is relative to the unit."""
+    """Holds the tensors of the table above. `ParamGroup` makes them, and makes them again; `name` is relative to the
+    unit."""
 
     __slots__ = (
         "__weakref__",

@@ -78,7 +78,7 @@ class TrackedMemory:
         self.owned.append(memory)
 
     def track_storage(self, storage: torch.UntypedStorage) -> None:
-        """From now on it is allocated and freed with the others; one that is already tracked is not counted twice."""
+        """Allocate and free it with the others from now on; one that is already tracked is not counted twice."""
         if all(storage.data_ptr() != memory.flat.untyped_storage().data_ptr() for memory in self.owned):
             self._storages[storage.data_ptr()] = (storage, storage.size())
 
@@ -135,7 +135,7 @@ class Swap:
         # Not setattr: it walks all registries and is thirty times slower. A module's dict never changes.
         self._places = [(slot.module._parameters, slot.name) for _, slot in pairs]
         registries, names = [registry for registry, _ in self._places], [name for _, name in self._places]
-        # What is in the slots now, one after the other. No Python per slot: asked at each all-gather.
+        # The parameters in the slots now, one after the other. No Python per slot: asked at each all-gather.
         self.registered = partial(map, dict.get, registries, names)
         self.shards: list[nn.Parameter] = []
         self.fulls: list[nn.Parameter] = []
