@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from fullshard.plan import Planner, Strategy, find_hardware, plan_of, rough, units_of
-from fullshard.plan.account import KINDS, Simulated, Traffic
+from fullshard.plan.account import KINDS, Bytes, Simulated, Traffic
 from fullshard.plan.clock import AXES, Clock
 from fullshard.plan.description import OUTSIDE, Kind, Line, Model, Parameter, Tape, UnitShape
 from fullshard.plan.machine import PROFILES, Hardware
@@ -262,6 +262,27 @@ def test_one_rank_has_its_reduced_gradients_on_the_host() -> None:
         assert last["gradients of shards"] == 0 and dict(found.on_host)["gradients of shards"] == 4 * 8000 * 4
         most = max(dict(zip(KINDS, m.nbytes, strict=True))["gradients of shards"] for m in found.moments)
         assert most <= 3 * 8000 * 4, "two are on their way at once"
+
+
+def test_results_of_one_rank_are_put_together_for_the_host_where_they_are_apart(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The tensors that autograd made. Those that were cast are parts of one buffer (`comm.choice.LocalReduce`)."""
+    most, add = [0.0], Bytes.add
+
+    def noting(self: Bytes, kind: str, name: str, nbytes: float) -> None:
+        add(self, kind, name, nbytes)
+        if not self.there.get(("parameters", "0")):  # those of the device
+            most[0] = max(most[0], self.kinds["gradients of shards"])
+
+    monkeypatch.setattr(Bytes, "add", noting)
+    model = _model(depth=4)
+    halves = tuple(Parameter(f"{part}.weight", (500, 8), "float32") for part in ("up", "down"))
+    made = replace(model, units=tuple(replace(u, parameters=halves) if u.parameters else u for u in model.units))
+    for dials, copies in (({}, 1), ({"compute": "bfloat16", "reduce": "float32"}, 0)):
+        most[0], strategy = 0.0, Strategy(offload=True, optimizer="none", **dials)  # type: ignore[arg-type]
+        simulate(units_of(made, strategy), steps_of(made), strategy, PLAIN)
+        assert most[0] == (3 + copies) * 8000 * 4, "two are on their way, and one is made"
 
 
 def test_optimizers_that_were_not_counted_are_named_as_assumptions() -> None:

@@ -17,13 +17,15 @@ from .strategy import Group, Limits, Strategy, Unit
 @dataclass
 class Flight:
     """A reduction under way. `arrives`: the time of its message; `stage`: 0 over the shards, 1 among the replicas, 2
-    the result of one rank, which sends nothing."""
+    the result of one rank, which sends nothing; `apart`: that result is the tensors that autograd made, not one buffer
+    into which they were cast."""
 
     unit: Unit
     group: Group
     arrives: float
     stage: int = 0
     cast: float = 0.0
+    apart: bool = False
 
     @property
     def held_nbytes(self) -> float:
@@ -130,7 +132,7 @@ class Reductions:
                 copied = 0.0
             if sent.offloaded:
                 # It is copied to the host when the next one is made.
-                self.sharing.append(Flight(unit, group, self.clock.now, stage=2))
+                self.sharing.append(Flight(unit, group, self.clock.now, stage=2, apart=not copied))
             return copied
         self.pool.take("messages", name, self._key("send", group), sent.send_nbytes)
         made_of = sent.held_itemsize if held else sent.compute_itemsize
@@ -181,7 +183,7 @@ class Reductions:
         sent = group.sent
         assert sent is not None
         if flight.stage == 2:
-            self._to_host(sent, name)
+            self._to_host(sent, name, apart=flight.apart)
             return
         self.clock.wait(flight.arrives, name, "all-reduce" if flight.stage else "reduce-scatter")
         if flight.stage == 0:
@@ -231,13 +233,13 @@ class Reductions:
             self.bytes.add("gradients of shards", name, result)
         self._to_host(sent, name)
 
-    def _to_host(self, sent: UnitMemory, name: str) -> None:
-        """Begin to copy the result of a reduction to the host, if its shards are there."""
+    def _to_host(self, sent: UnitMemory, name: str, *, apart: bool = False) -> None:
+        """Begin to copy the result of a reduction to the host, if its shards are there. `apart`: as in `Flight`."""
         if not sent.offloaded:
             return
         result = float(sent.reduced_nbytes)
-        if sent.pack.world == 1 and len(sent.pack.segments) > 1:
-            # Results of one rank are tensors apart, which one copy to the host puts together.
+        if apart and len(sent.pack.segments) > 1:
+            # They are put together first, so that one copy brings them to the host (comm/offload.py).
             self.bytes.add("gradients of shards", name, result)
             self.bytes.add("gradients of shards", name, -result)
             self.clock.copy(2 * result)
