@@ -82,7 +82,8 @@ class Fleet(NamedTuple):
 
 
 class OwnerRaised(RuntimeError):
-    """What an owner raised, on all ranks. `by_rank`: its text; `written`: titles of the matrices that took the step."""
+    """An exception of an owner, raised on all ranks. `by_rank`: its text; `written`: titles of the matrices that took
+    the step."""
 
     def __init__(self, by_rank: Mapping[int, str], error: BaseException | None, written: Sequence[str]) -> None:
         super().__init__("; ".join(f"rank {rank}: {text}" for rank, text in by_rank.items()))
@@ -93,8 +94,8 @@ class OwnerRaised(RuntimeError):
 
 
 class Settings:
-    """What a step changes beside parameters and their state: options of groups, and numbers on the optimizer. Each run
-    of a part of the matrices begins with those of before the step, and all runs leave the same."""
+    """Keeps what a step changes beside parameters and their state: options of groups, and numbers on the optimizer.
+    Each run of a part of the matrices begins with those of before the step, and all runs leave the same."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
@@ -181,7 +182,7 @@ class FleetStep:
         # The titles of the matrices that took the step, on all ranks.
         self.written: list[str] = []
         self._gradients: dict[int, Tensor | None] = {}
-        # Of matrices whose state has other tensors of their shape than before: by position, what their owner has.
+        # The tensors of their shape that owners have, by position, of matrices whose state had others before.
         self._new: dict[int, dict[Any, Tensor]] = {}
 
     def run(self) -> bool:

@@ -123,7 +123,7 @@ class StepOnOwners:
         self._steps = tuple(steps)
 
     def plan(self) -> OwnersPlan:
-        """Who owns which matrix, its cost, and the bytes and messages of a step, with the state that there is now.
+        """The owner of each matrix, its cost, and the bytes and messages of a step, with the state that there is now.
         `print` it. No message."""
         plans = [steps.plan() for steps in self._steps]
         kept = {name: why for plan in plans for name, why in plan.kept.items()}
@@ -210,7 +210,7 @@ class OwnerSteps:
 
     def __init__(self, optimizer: Optimizer, rules: Rules) -> None:
         self._optimizer, self.rules = optimizer, rules
-        # By id of a parameter and index: its owner in its fleet, which keeps its state.
+        # The owner in its fleet, which keeps its state, by id of a parameter and index.
         self._owners: dict[tuple[int, int | None], int] = {}
         self._signature: object = None
         self._fleets: list[Fleet] = []
@@ -223,7 +223,7 @@ class OwnerSteps:
         self._signature = None
 
     def accept(self) -> None:
-        """See `StepOnOwners`."""
+        """Accept a step that was taken in part: see `StepOnOwners`."""
         if self.written:
             for line in self._lines.values():
                 if line.scope is not None:
@@ -233,7 +233,7 @@ class OwnerSteps:
     # ---- the plan ------------------------------------------------------------------------------------------
 
     def plan(self) -> OwnersPlan:
-        """See `StepOnOwners`."""
+        """The plan: see `StepOnOwners`."""
         found = self._found()
         cost = _COST if self.rules.cost is None else "that of the argument `cost`"
         return OwnersPlan([plan for plan, *_ in found.fleets], found.kept, cost)
@@ -420,7 +420,7 @@ class OwnerSteps:
 
 
 class _Found(NamedTuple):
-    """What a plan is made of: of each fleet its plan, matrices, first rows, mesh and axes; names that no owner has,
+    """The parts of a plan: of each fleet its plan, matrices, first rows, mesh and axes; names that no owner has,
     with the reason; and what is stepped on shards, by group."""
 
     fleets: list[tuple[FleetPlan, list[Whole], list[int], Any, tuple[int, ...]]]

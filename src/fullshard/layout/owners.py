@@ -1,4 +1,5 @@
-"""Which rank computes the step of which whole matrix, and what that sends: a rule of shapes, the same on every rank.
+"""Chooses which rank computes the step of which whole matrix, and what that sends: a rule of shapes, the same on every
+rank.
 
     assign    the costliest matrix first, each to the rank with the least work; one that a rank holds whole stays there
     chunks    matrices of one rank that travel and are stepped together; as many for all ranks
@@ -40,9 +41,9 @@ def newton_schulz_flops(shape: tuple[int, ...], steps: int = 5) -> float:
 
 
 class Matrix(NamedTuple):
-    """What one owner has whole: a parameter, or matrix `number` of a stack. `parts`: how many of its elements each rank
-    holds; `there`, `back`: bytes per element of each tensor of its shape that travels, the gradient first on the way
-    there, then the parameter, then the state."""
+    """A matrix that one owner has whole: a parameter, or matrix `number` of a stack. `parts`: how many of its elements
+    each rank holds; `there`, `back`: bytes per element of each tensor of its shape that travels, the gradient first on
+    the way there, then the parameter, then the state."""
 
     name: str
     number: int | None
@@ -111,7 +112,7 @@ class FleetPlan:
         self.matrices, self.ranks = tuple(matrices), tuple(ranks)
         self.owners = assign(matrices, len(ranks), cost, fixed or {})
         self.costs = [cost(matrix.shape) for matrix in matrices]
-        # By chunk and owner: positions of matrices.
+        # The positions of matrices, by chunk and owner.
         self._chunks: list[dict[int, tuple[int, ...]]] = []
         filled: dict[int, list[list[int]]] = {}
         used: dict[int, int] = {}
@@ -140,7 +141,7 @@ class FleetPlan:
         return self._chunks[chunk].get(owner, ())
 
     def there(self, chunk: int, source: int, owner: int) -> OwnerSegment:
-        """What the rank at `source` sends to `owner` before its step."""
+        """The parts that the rank at `source` sends to `owner` before its step."""
         owned = self.owned(chunk, owner)
         if source == owner or not owned:
             return OwnerSegment(0, owned, 0)
@@ -149,7 +150,7 @@ class FleetPlan:
         return OwnerSegment(head, owned, head + sum(one.nbytes(one.there, source) for one in matrices))
 
     def back(self, chunk: int, owner: int, target: int) -> OwnerSegment:
-        """What `owner` sends to the rank at `target` after its step."""
+        """The parts that `owner` sends to the rank at `target` after its step."""
         owned = self.owned(chunk, owner)
         if target == owner:
             return OwnerSegment(0, owned, 0)
@@ -188,7 +189,8 @@ class FleetPlan:
 
     @property
     def bound(self) -> float:
-        """What `imbalance` cannot be below, whoever owns what. Of the k * world + 1 costliest matrices some rank has
+        """The figure that `imbalance` cannot be below, whoever owns what. Of the k * world + 1 costliest matrices some
+        rank has
         k + 1, each at least as costly as the last of them."""
         mean, world = sum(self.costs) / len(self.ranks), len(self.ranks)
         most = sorted(self.costs, reverse=True)
@@ -197,7 +199,7 @@ class FleetPlan:
 
 
 class OwnersPlan:
-    """Who steps what, and what that sends; nothing here sends. `str(plan)` is a table of matrices.
+    """Says who steps what, and what that sends; nothing here sends. `str(plan)` is a table of matrices.
 
     `fleets`: one for each set of ranks. `kept`: parameters that no owner has, by name, with the rule that says so.
     """
@@ -224,7 +226,7 @@ class OwnersPlan:
         raise KeyError(title)
 
     def rows(self) -> Iterator[tuple[str, tuple[int, ...], int, float, int]]:
-        """Of each matrix: name, shape, owner (in the default group), cost, bytes sent there and back."""
+        """Lines of each matrix: name, shape, owner (in the default group), cost, bytes sent there and back."""
         for fleet in self.fleets:
             for matrix, owner, cost in zip(fleet.matrices, fleet.owners, fleet.costs, strict=True):
                 others = [rank for rank in range(len(fleet.ranks)) if rank != owner]

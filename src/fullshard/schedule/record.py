@@ -134,7 +134,7 @@ class Sending:
 
 
 class Joining:
-    """Of a unit in a model with optional units: whose messages a rank joins that leaves them out (optional.py)."""
+    """Says whose messages a rank joins that leaves optional units out (optional.py)."""
 
     __slots__ = ("again", "before", "is_optional", "is_stale", "last", "ran")
 
@@ -212,11 +212,11 @@ class OptionalUses:
         self.uses: list[tuple[UnitRecord, Use]] = []
         self.mark = 0
         self.is_over = False
-        # Of each of the outermost forwards of these uses: the clock when it began; of each of the running order: where
-        # it starts there.
+        # The clock when each of the outermost forwards of these uses began; of each of the running order the place
+        # where it starts there.
         self.begins: list[int] = []
         self.starts: list[int] = []
-        # Those that the running backward did not visit yet, and which of the forwards it reached.
+        # The uses that the running backward did not visit yet, and which of the forwards it reached.
         self.left: list[tuple[UnitRecord, Use]] = []
         self.reached: set[int] = set()
 
