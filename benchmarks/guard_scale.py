@@ -238,7 +238,7 @@ def drive(port: int, ranks: range, world: int, start: Any, sender: Connection) -
                 groups[i].issued += 1
         at += seconds + CALM_SECONDS
         run(at)
-    alarms = sum(bool(scope.heard) for scope in scopes)
+    alarms = sum(bool(scope.faults) for scope in scopes)
     widest = max(_widest(connection.written, begun, at) for connection in connections)
     # Somebody raises.
     for i, rank in enumerate(ranks):

@@ -4,7 +4,6 @@ describes several models, and stand-ins for what ranks answer."""
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -16,9 +15,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard
 
 from fullshard import fully_shard
-from fullshard.agree import structure
+from fullshard.agree import differences, structure
 from fullshard.agree.differences import first_difference
-from fullshard.agree.ledger import Statement
+from fullshard.agree.ledger import TENSOR, Statement, dumps, stated
 from fullshard.agree.structure import Drift, describe, differing, digests_of, find_drift, meshes_of
 from fullshard.engine import unit_of
 from fullshard.engine.root import root_of
@@ -145,10 +144,11 @@ def test_a_digest_is_of_one_shape_and_dtype() -> None:
 def test_a_name_that_some_ranks_do_not_have_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
     mine = {"a": torch.ones(1), "b": torch.ones(1)}
     values = digests_of(mine)
-    told = {0: json.dumps(values), 1: json.dumps({"a": "other"})}
-    monkeypatch.setattr(structure, "ask", lambda scope, what, text: {0: "x", 1: "y"})
-    monkeypatch.setattr(structure, "tell", lambda scope, what, text: told)
-    assert differing(None, "buffer", mine) == [Drift("a", "buffer", ((0,), (1,)))]  # type: ignore[arg-type]
+    texts = {rank: dumps([stated(TENSOR, "", values)]) for rank, values in ((0, values), (1, {"a": "other"}))}
+    monkeypatch.setattr(differences, "ask", lambda scope, what, text: {0: "x", 1: "y"})
+    monkeypatch.setattr(differences, "tell", lambda scope, what, text: texts)
+    scope: Any = SimpleNamespace(rank=0)
+    assert differing(scope, "buffer", mine) == [Drift("a", "buffer", ((0,), (1,)))]
 
 
 def test_drift_is_looked_for_in_replicas_too(monkeypatch: pytest.MonkeyPatch) -> None:

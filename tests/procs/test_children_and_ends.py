@@ -93,7 +93,7 @@ def _with_children(rank: int, then: Callable[[], None], code: int) -> tuple[list
     time.sleep(1.2)
     losses.append(_step(model))
     scope = watch_module().watch().scope([0, 1])
-    return losses, len(scope.heard)
+    return losses, len(scope.faults)
 
 
 @pytest.mark.parametrize("then", [_ends, pytest.param(_raises, marks=pytest.mark.slow), _asks])

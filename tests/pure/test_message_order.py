@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from types import SimpleNamespace
 from typing import Any
 
@@ -69,11 +70,11 @@ def test_what_a_program_does_is_flagged_once() -> None:
 
 def test_changes_of_what_gradients_are_added_to_are_flagged(scope: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     unit: Any = Unit("root")
-    messages = MessageOrder(scope, unit, {unit: []})
+    messages = MessageOrder(scope, {unit: []})
     found = []
     for added in (False, True, True, False, False):
         monkeypatch.setattr(messages, "_is_added", lambda unit, added=added: added)
-        messages.sends("reduce", 0, "root", "float32*8", (), unit)
+        messages.before(unit, "reduce", sizes="float32*8")
         found.append(tuple(str(scope.compared[-1]).split()[5:]))
     assert found == [(), ("added",), (), ("cleared",), ()]
 
@@ -177,7 +178,7 @@ def test_roots_are_named_by_what_all_ranks_compared_and_never_taken_for_each_oth
     monkeypatch.setattr(mesh_ledger, "sizes_of", lambda unit, positions, kind, keep=False: "float32*8")
     scope.asked = 3
     units: list[Any] = [Unit("root"), Unit("root")]
-    orders = [MessageOrder(scope, unit, {unit: []}) for unit in units]
+    orders = [MessageOrder(scope, {unit: []}) for unit in units]
     for messages in orders:
         messages.name_root()
         scope.asked += 1
@@ -193,7 +194,7 @@ def test_sizes_are_those_of_what_is_sent_now(scope: Any, monkeypatch: pytest.Mon
     counted = iter(range(100))
     monkeypatch.setattr(mesh_ledger, "sizes_of", lambda unit, positions, kind, keep=False: f"float32*{next(counted)}")
     unit: Any = Unit("root")
-    messages = MessageOrder(scope, unit, {unit: []})
+    messages = MessageOrder(scope, {unit: []})
 
     def sent(*trainable: object) -> str:
         unit.groups = [SimpleNamespace(trainable=one) for one in trainable]
@@ -234,7 +235,7 @@ def test_a_step_of_another_thread_is_none_of_the_model_s(monkeypatch: pytest.Mon
 
         def __init__(self, thread: int) -> None:
             owner = calls._Owned("weight", (0, 1))
-            owner.formed = calls._Formed(thread, [scope])
+            owner.formed = calls._Formed(thread, (weakref.ref(scope),))
             self.owner = owner
 
         def untyped_storage(self) -> Any:

@@ -73,7 +73,7 @@ def test_a_failure_is_raised_once(two: Simulation) -> None:
 
 def test_a_disagreement_that_came_outside_of_a_wait_is_raised(two: Simulation) -> None:
     scope = two.scopes[0]
-    scope.hear(fault(scope, "disagree"), two.now)
+    scope.note_fault(fault(scope, "disagree"), two.now)
     assert scope.failures.must_meet, "before the next message"
     with pytest.raises(RanksDisagree):
         scope.refuse_failure()
@@ -83,7 +83,7 @@ def test_what_a_scope_has_heard(two: Simulation) -> None:
     scope = two.scopes[0]
     later, own, lost = fault(scope, epoch=1), fault(scope, rank=0), fault(scope, "lost", rank=0)
     for one in (later, own, lost):
-        scope.hear(one, two.now)
+        scope.note_fault(one, two.now)
     # One of the next epoch is kept for it; one's own failure ends no wait, and being taken for lost does.
     assert scope.causes() == [lost] and not scope.is_of_others(own)
     assert scope.telling(fault(scope)) == [own, lost, fault(scope)], "what this overwrites is sent again"
@@ -151,7 +151,7 @@ class Gone(Store):
 
 def test_the_end_of_the_store_is_that_of_the_rank_that_served_it(two: Simulation) -> None:
     first, second = two.scopes
-    second.hear(fault(second, "ended", rank=0), two.now)
+    second.note_fault(fault(second, "ended", rank=0), two.now)
     for scope, words in ((first, "since the store through which ranks meet is gone"), (second, "rank 0 ended: why")):
         scope.watch.records.store = Gone()
         for call in (lambda scope=scope: scope.agree("what", "x"), scope.meet):  # type: ignore[misc]
@@ -224,7 +224,7 @@ def test_connections_are_given_up_where_ranks_may_be_at_other_messages(
     assert meet(two) == [renews] * 2
     for scope, group in zip(two.scopes, two.groups, strict=True):
         assert (scope.epoch, scope.renewed, group.issued) == ((1, 1, 0) if renews else (1, 0, 3))
-        assert not scope.heard and not scope.failures.must_meet and scope.failures.own is None
+        assert not scope.faults and not scope.failures.must_meet and scope.failures.own is None
 
 
 def test_who_comes_to_a_meeting_without_having_told_ends_the_waits_of_the_others(two: Simulation) -> None:
@@ -344,8 +344,8 @@ def test_a_fault_ends_the_waits_of_its_epoch_that_have_lasted(two: Simulation) -
     """Where all raised at one place a rank may continue, and comes a moment later: a wait that began after that is
     known gives it that moment."""
     watch, scope = two.watches[0], two.scopes[0]
-    scope.hear(fault(scope), two.now)
-    scope.hear(fault(scope, epoch=1), two.now)
+    scope.note_fault(fault(scope), two.now)
+    scope.note_fault(fault(scope, epoch=1), two.now)
     two.run(5)
     young = Wait("ask", scope, "what", name="what", number=0)
     watch.waiting[threading.get_ident()] = young
@@ -353,7 +353,7 @@ def test_a_fault_ends_the_waits_of_its_epoch_that_have_lasted(two: Simulation) -
     assert young.fault is None
     watch.end_waits(two.now + 1)
     assert young.fault == fault(scope)
-    scope.heard = [(fault(scope, epoch=1), 0.0)]
+    scope.faults = [(fault(scope, epoch=1), 0.0)]
     later = Wait("ask", scope, "what", name="what", number=0)
     watch.waiting[threading.get_ident()] = later
     watch.end_waits(two.now + 9)
@@ -363,7 +363,7 @@ def test_a_fault_ends_the_waits_of_its_epoch_that_have_lasted(two: Simulation) -
 def test_mail_ends_a_wait_at_once(two: Simulation) -> None:
     watch, scope = two.watches[0], two.scopes[0]
     watch.waiting[threading.get_ident()] = wait = Wait("ask", scope, "what", name="what", number=0)
-    watch._hear(fault(scope, "lost"), two.now)
+    watch._receive(fault(scope, "lost"), two.now)
     assert wait.fault is not None
     watch.waiting.clear()
 
@@ -599,6 +599,6 @@ def test_a_mesh_that_is_made_later_hears_of_its_own_faults_alone(two: Simulation
     watch = two.watches[0]
     name = _name((0, 1), "later")
     for scope_name, since in ((name, 3.0), ("another mesh", 4.0)):
-        watch.mail.hear(Fault(1, "raised", "why", scope_name), since)
+        watch.mail.receive(Fault(1, "raised", "why", scope_name), since)
     made = watch.scope([0, 1], "later")
-    assert [(one.scope, since) for one, since in made.heard] == [(name, 3.0)]
+    assert [(one.scope, since) for one, since in made.faults] == [(name, 3.0)]

@@ -80,7 +80,7 @@ def test_what_follows_from_a_failure_is_told_where_nobody_knows_of_it(
 ) -> None:
     peers = peers_of(two, 0)
     for scope in peers.scopes[:heard]:
-        scope.hear(fault(scope), two.now)
+        scope.note_fault(fault(scope), two.now)
     peers.publish(error, "a step")
     assert [scope.failures.own is not None for scope in peers.scopes] == [told] * 2
     assert all(scope.failures.must_meet for scope in peers.scopes)
@@ -96,14 +96,14 @@ def test_a_disagreement_is_told_to_ranks_of_other_meshes_once(two: Simulation) -
         "they differ",
     )
     # The other ranks of the first mesh tell the same; it is raised already.
-    other.hear(fault(other, "disagree"), two.now)
+    other.note_fault(fault(other, "disagree"), two.now)
     other.refuse_failure()
 
 
 def test_a_disagreement_that_is_met_is_told_on(two: Simulation) -> None:
     peers = peers_of(two, 0)
     one, other = peers.scopes
-    one.hear(fault(one, "disagree"), two.now)
+    one.note_fault(fault(one, "disagree"), two.now)
     with pytest.raises(RanksDisagree):
         peers.meet()
     assert other.failures.own is not None and other.failures.own.kind == "disagree"

@@ -121,7 +121,7 @@ NOT_FIRST = frozenset(
     "those to under what which who whose with without".split()
 )
 # Rooms that have such lines left. One without any comes off the list.
-LEFT = frozenset({"agree", "peers"})
+LEFT: frozenset[str] = frozenset()
 
 
 def first_lines(text: str) -> Iterator[tuple[int, str]]:

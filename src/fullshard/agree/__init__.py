@@ -1,11 +1,11 @@
-"""What must be equal on all ranks, and what they do when it is not, or when one of them fails. Above the engine, which
-knows it only by `engine/seam.py`.
+"""Compares what must be equal on all ranks, and lets all of them reach one outcome when it is not, or when one of them
+fails. Above the engine, which knows it only by `engine/seam.py`.
 
-`companion` (accompanies a root), `structure` (what a root is: units, parameters, initial values, buffers), `order` and
-`actions` (the order of messages), `ledger` (what ranks state, and where they differ), `step_facts` and
-`optimizer_facts` (what is entered and when it is compared), `recovery` (failures, meetings, steps since a load),
-`guard` and `guarded_steps` (blocks that complete on all ranks or on none), `joined` (ranks with different numbers of
-batches), `equal_rows` (shards that were drawn with one seed).
+`companion` (accompanies a root), `ledger` (statements with one digest, and the order of messages), `differences` (where
+ranks differ, and the text of the error), `structure` (a root: units, parameters, initial values, buffers),
+`mesh_ledger` (a root on one mesh), `calls` (of optimizers and other callers), `order` (unexpected messages), `recovery`
+(failures, meetings, steps since a load), `guard` and `guarded_steps` (blocks that complete on all ranks or on none),
+`joined` (ranks with different numbers of batches), `equal_rows` (shards that were drawn with one seed).
 """
 
 from .companion import accompany as accompany

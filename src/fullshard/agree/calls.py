@@ -1,4 +1,4 @@
-"""What optimizers and other callers do to the parameters of a root, as statements on each mesh (ledger.py).
+"""States what optimizers and other callers do to the parameters of a root, on each mesh (ledger.py).
 
 `OptimizerFacts` describes the steps of an optimizer: only changes since the previous step are turned into text, and
 values on a device are not read, to avoid a synchronisation. `Calls` records these steps, gradient clipping, scaling and
@@ -11,7 +11,7 @@ import operator
 import threading
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -57,7 +57,7 @@ class _MeshPart:
         self.counter: float | None = None
         self.call: Statement | None = None
         self.made_of: tuple[str, str] | None = None
-        # Total version of the gradients, and its text.
+        # The total version of the gradients, and its text.
         self._written = -1, -1
         self._written_text = ""
 
@@ -81,7 +81,7 @@ class OptimizerFacts:
     def __init__(self, optimizer: Optimizer, places: Places) -> None:
         self._name = type(optimizer).__name__
         self._lists = [list(group["params"]) for group in optimizer.param_groups]
-        # Options of all groups at the last step, and (position of the group, key) of each.
+        # The options of all groups at the last step, and (position of the group, key) of each.
         self._raw: list[Any] | None = None
         self._names: list[tuple[int, str]] = []
         self._states = -1
@@ -122,7 +122,8 @@ class OptimizerFacts:
         for group in groups:
             for key, value in group.items():
                 if key not in _HOW:
-                    raw.append(value if isinstance(value, _PLAIN) else _number_of(value))
+                    value = _number_of(value) if isinstance(value, Tensor) else value
+                    raw.append(value if isinstance(value, _PLAIN) else text_of(value))
         if raw != self._raw:
             self._note_options(groups, raw)
         if not changes:
@@ -184,10 +185,10 @@ class OptimizerFacts:
         return f"of {part.states} parameters{went}{', replaced since the last step' if replaced else ''}"
 
 
-def _number_of(value: Any) -> Any:
+def _number_of(tensor: Tensor) -> Any:
     """The number in a one-element CPU tensor (a learning rate), else a text."""
-    is_number = isinstance(value, Tensor) and not isinstance(value, DTensor) and value.numel() == 1
-    return value.item() if is_number and value.device.type == "cpu" else text_of(value)
+    is_number = not isinstance(tensor, DTensor) and tensor.numel() == 1
+    return tensor.item() if is_number and tensor.device.type == "cpu" else text_of(tensor)
 
 
 def changes_parameters(groups: Sequence[Mapping[str, Any]]) -> bool:
@@ -238,14 +239,14 @@ _by_thread: dict[int, weakref.WeakSet[Calls]] = {}
 
 
 class Calls:
-    """What callers do to the parameters of `root`, which is recorded on each of `meshes`."""
+    """Records what callers do to the parameters of `root`, on each of `meshes`."""
 
     def __init__(self, root: AnyRoot, meshes: Mapping[tuple[int, ...], MeshLedger]) -> None:
         self._root, self._meshes = root, meshes
         self._known: weakref.WeakKeyDictionary[Optimizer, OptimizerFacts] = weakref.WeakKeyDictionary()
         self._places: dict[int, tuple[tuple[int, ...], str]] = {}
         self._placed: list[Tensor] = []
-        # ids of parameters -> their text in a fact, on each mesh.
+        # The text of parameters in a fact, by their ids, on each mesh.
         self._listed_places: dict[tuple[int, ...], dict[tuple[int, ...], str]] = {}
         self._channels = -1
 
@@ -338,13 +339,12 @@ def _note(parameters: Sequence[Tensor], name: str, facts: Sequence[Fact]) -> Non
 # even after their model is gone: garbage collection differs between ranks.
 
 
-class _Formed:
-    """The thread that runs a root, and its scopes: kept as long as any of its parameters is held."""
+class _Formed(NamedTuple):
+    """The thread that runs a root, and its scopes: kept as long as any of its parameters is held. The scopes are weak:
+    the watch of their process group keeps them as long as it exists."""
 
-    def __init__(self, thread: int, scopes: Iterable[Scope]) -> None:
-        self.thread = thread
-        # The scopes are weak: the watch of their process group keeps them as long as it exists.
-        self.scopes = [weakref.ref(scope) for scope in scopes]
+    thread: int
+    scopes: tuple[weakref.ref[Scope], ...]
 
 
 class _Owned(Owner):
@@ -365,7 +365,7 @@ def own_by_root(root: AnyRoot, scopes: Iterable[Scope], *, compares: bool) -> No
     """`root` formed, on the meshes of `scopes`: name its parameters as its model does. `compares`: report the steps of
     their optimizers."""
     names = parameter_names(root.units[0].module, root.units)
-    formed = _Formed(root.thread, scopes)
+    formed = _Formed(root.thread, tuple(map(weakref.ref, scopes)))
     for param, name in names.items():
         if isinstance(param.owner, _Owned):
             param.owner.name, param.owner.formed = name, formed

@@ -1,4 +1,4 @@
-"""What accompanies each root that `fully_shard` made: the other side of `engine/seam.py`.
+"""Accompanies each root that `fully_shard` made: the other side of `engine/seam.py`.
 
 Connected    with FULLSHARD_GUARD=off, and without peers: opens connections, and reports failures. Nothing of it runs
              in a step in which nothing fails
@@ -25,7 +25,7 @@ from .structure import refuse_other_structure, refuse_other_values
 
 
 def accompany(root: AnyRoot) -> Companion:
-    """What accompanies `root`, which is about to form."""
+    """Returns the companion of `root`, which is about to form."""
     peers, compared = Peers(root.units, root.thread), mode()
     alone = all(len(links.everyone) < 2 for unit in root.units for links in unit.links)
     return Connected(root, peers, compared) if alone or compared == "off" else Comparing(root, peers, compared)
@@ -94,7 +94,7 @@ class Comparing(Connected):
                 scope = scope_of(links.everyone)
                 if scope is not None:
                     members.setdefault(scope, {}).setdefault(unit, []).append(position)
-        self.orders = [MessageOrder(scope, root.units[0], here) for scope, here in members.items()]
+        self.orders = [MessageOrder(scope, here) for scope, here in members.items()]
         self._orders_of = {unit: [order for order in self.orders if unit in order.members] for unit in root.units}
         # The ledgers by the ranks of their mesh, and for each group of a unit; without any nothing is recorded.
         self.meshes: dict[tuple[int, ...], MeshLedger] = {}
@@ -196,4 +196,4 @@ def about_to_count(root: AnyRoot, sizes: str) -> None:
         root.companion.meets()
     if isinstance(root.companion, Comparing):
         for order in root.companion.orders:
-            order.announce("count", sizes)
+            order.before(root.units[0], "count", sizes=sizes)

@@ -6,10 +6,12 @@ send (ledger.py). A text says what was expected, what was found on which ranks, 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
+from ..peers.failures import RanksDisagree
 from ..peers.ranks import shown_ranks, variants
+from ..peers.scope import Scope, ask, tell
 from .ledger import (
     CALL,
     NOW,
@@ -24,6 +26,7 @@ from .ledger import (
     Statement,
     dumps,
     loads,
+    read,
 )
 
 # How many of the differing values an error shows.
@@ -55,12 +58,12 @@ ADVICE = {
     "order": "run the same modules in the same order on all ranks",
     "calls": "take the same calls in the same order on all ranks",
 }
-# Names of what differs that is no fact.
+# The names of differences that are no fact.
 _ORDER, _CALLS = "order", "calls since the last comparison"
 
 
 class Difference(NamedTuple):
-    """What differs between ranks. `fact`: one with an empty name if only some ranks have the statement. `values`:
+    """A difference between ranks. `fact`: one with an empty name if only some ranks have the statement. `values`:
     (ranks, their value), the most frequent first; None: no value."""
 
     statement: Statement
@@ -107,6 +110,26 @@ class Difference(NamedTuple):
 def first_difference(by_rank: Mapping[int, Sequence[Statement]]) -> Difference | None:
     """The first of `differences`; None if all ranks state the same."""
     return next(differences(by_rank), None)
+
+
+def exchanged(scope: Scope, what: str, statements: Sequence[Statement]) -> dict[int, list[Statement]]:
+    """The statements of each rank of `scope`, if not all state the same; else an empty dict. Collective.
+
+    Sends a digest, and only if digests differ the statements, from one rank of each variant.
+    """
+    text = dumps(statements)
+    digests = ask(scope, what, text) or {}
+    senders = {ranks[0] for ranks in variants(digests).values()}
+    found = tell(scope, f"{what} in full", text if scope.rank in senders else "") if digests else {}
+    texts = {digests[rank]: found[rank] for rank in senders}
+    return read({rank: texts[digest] for rank, digest in digests.items()})
+
+
+def refuse_differences(scope: Scope, what: str, statements: Sequence[Statement]) -> None:
+    """Raise `RanksDisagree` on all ranks of `scope` if they do not state the same. Collective."""
+    difference = first_difference(exchanged(scope, what, statements))
+    if difference is not None:
+        raise RanksDisagree(difference.text, what=difference.what, by_rank=difference.by_rank)
 
 
 def differences(by_rank: Mapping[int, Sequence[Statement]]) -> Iterator[Difference]:
@@ -168,7 +191,7 @@ def _find(statements: Sequence[Statement], like: Statement) -> Statement | None:
 
 
 def _before(statements: Sequence[Statement], like: Statement) -> str:
-    """Where `like` is among those of its place, as text."""
+    """Returns the place of `like` among those of its kind, as text."""
     alike = [one.name for one in statements if one.place == like.place]
     at = alike.index(like.name)
     return f"after {alike[at - 1]}" if at else "first"
@@ -274,40 +297,43 @@ def _ranks(ranks: Sequence[int]) -> str:
     return f"ranks {head} and {ranks[-1]}" if head else f"rank {ranks[0]}"
 
 
+_KINDS = {
+    "unshard": "gather the parameters of",
+    "unshard_secondary": "gather what is kept of",
+    "reduce": "reduce the gradients of",
+    "count": "count the batches that are left for",
+    _EXPLICIT: "enter full_params of",
+}
+_FLAGS = {
+    "eval": " in a forward without gradients",
+    "accumulated": ", accumulated over several backwards",
+    "keep": " without an all-reduce",
+    "added": ", on top of a gradient of an earlier backward",
+    "cleared": ", where no gradient is any more",
+}
+
+
 def phrase(action: Action) -> str:
-    what = {
-        "unshard": "gather the parameters of",
-        "unshard_secondary": "gather what is kept of",
-        "reduce": "reduce the gradients of",
-        "count": "count the batches that are left for",
-        "open": "enter full_params of",
-    }.get(action.kind, action.kind)
-    when = ""
-    if "stepped" in action.flags:
-        steps = action.flags.count("stepped")
-        when = " after an optimizer step" if steps == 1 else f" after {steps} optimizer steps"
-    if "eval" in action.flags:
-        when += " in a forward without gradients"
-    if "accumulated" in action.flags:
-        when += ", accumulated over several backwards"
-    if "keep" in action.flags:
-        when += " without an all-reduce"
-    if "added" in action.flags:
-        when += ", on top of a gradient of an earlier backward"
-    if "cleared" in action.flags:
-        when += ", where no gradient is any more"
-    return f"{what} {action.name} ({action.sizes}){when}"
+    """Returns `action` in words, after "to"."""
+    steps = action.flags.count("stepped")
+    when = f" after {'an optimizer step' if steps == 1 else f'{steps} optimizer steps'}" if steps else ""
+    when += "".join(text for flag, text in _FLAGS.items() if flag in action.flags)
+    return f"{_KINDS.get(action.kind, action.kind)} {action.name} ({action.sizes}){when}"
 
 
 def _on_top(action: Action) -> tuple[bool, bool]:
-    """Its flags about an earlier .grad."""
+    """Returns its flags about an earlier .grad."""
     return "added" in action.flags, "cleared" in action.flags
 
 
 def _advice(usual: Action, others: Sequence[Action]) -> str:
     """The advice, by the first difference."""
     both = [usual, *others]
-    if len({action.kind == "count" for action in both}) > 1:
+
+    def differ(of: Callable[[Action], object]) -> bool:
+        return len(set(map(of, both))) > 1
+
+    if differ(lambda action: action.kind == "count"):
         return "some ranks are at the next turn of fullshard.joined: leave it on all ranks in the same turn"
     explicit = [action.kind == _EXPLICIT for action in both]
     if all(explicit) and others:
@@ -317,31 +343,32 @@ def _advice(usual: Action, others: Sequence[Action]) -> str:
             "some ranks gather parameters explicitly where others do not (full_params): every rank takes part in that, "
             "so enter it on all ranks, and use its result on those that need it"
         )
-    if len({"eval" in action.flags for action in both}) > 1:
+    if differ(lambda action: "eval" in action.flags):
         return (
             "some ranks evaluate where others do not: give all ranks as many evaluation batches, or let those that "
             "have fewer take part with fullshard.joined(model, batches)"
         )
-    if len({action.flags.count("stepped") for action in both}) > 1 and len({action.unit for action in both}) == 1:
+    if differ(lambda action: action.flags.count("stepped")) and not differ(lambda action: action.unit):
         return (
             "some ranks took an optimizer step where others did not: call optimizer.step() on all ranks alike, after "
             "as many backwards (a rank without a batch takes part with a loss times 0), and decide by figures of all "
             "ranks (fullshard.grad_stats, fullshard.check_gradients) which step is left out: isnan or a norm of a "
             "gradient may be of one rank's rows"
         )
-    kinds, units = {action.kind for action in both}, {(action.root, action.unit) for action in both}
-    if kinds == {"reduce"} and len(units) == 1 and len({_on_top(action) for action in both}) > 1:
+    reduces, several_units = any(action.kind == "reduce" for action in both), differ(lambda one: (one.root, one.unit))
+    several_kinds = differ(lambda action: action.kind)
+    if reduces and not several_kinds and not several_units and differ(_on_top):
         return (
             "gradients of earlier backwards are there on some ranks alone: call zero_grad() on all ranks alike, and "
             "take gradients away or put them there on all of them"
         )
-    if len(kinds) > 1 and "reduce" in kinds:
+    if reduces and several_kinds:
         return (
             "some ranks are in a backward where others are not, or a loss does not reach this module on some: run as "
             "many forwards and backwards on all ranks, with the same set_requires_gradient_sync, and let every loss "
             "reach the same modules (times 0 where nothing is to be learned)"
         )
-    if len(units) > 1:
+    if several_units:
         return (
             "make all ranks run the same modules in the same order (a rank that has no use for one runs it too, and "
             "multiplies what it gives by 0), or mark what only some ranks run by fully_shard(module, optional=True), "

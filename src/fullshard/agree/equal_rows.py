@@ -64,7 +64,7 @@ def warn_of_equal_rows(mesh: DeviceMesh, of: str, params: Sequence[ShardedParam]
 
 
 def _compared(param: ShardedParam) -> int:
-    """How many elements of each shard are compared, from its first on; 0 for a parameter that is not judged.
+    """Returns how many elements of each shard are compared, from its first on; 0 for a parameter that is not judged.
 
     Whole shards where two ranks have as many rows as the first. Where only one has, those that a shorter fill draws
     alike: torch draws the last 16 of a normal distribution anew.
@@ -101,7 +101,7 @@ def _looks_random(some: Tensor) -> bool:
 
 
 def _alike(table: Sequence[Sequence[int]]) -> Iterator[tuple[int, list[int]]]:
-    """For each column of `table` (ranks, parameters) where ranks have an equal number other than 0: who they are."""
+    """Yields each column of `table` (ranks, parameters) where ranks have an equal number other than 0, with them."""
     for place, column in enumerate(zip(*table, strict=True)):
         groups = variants({rank: value for rank, value in enumerate(column) if value})
         most = max(groups.values(), key=len, default=[])

@@ -1,33 +1,13 @@
-"""What the ranks of a mesh must do alike: an ordered list of statements with one digest, and which message comes next.
+"""States what the ranks of a mesh must do alike: a list of statements with one digest, and which message comes next.
 Standard library only.
 
 A statement names a place and its facts: a unit of the model, a call of the program, what holds at a comparison. Values
 of a single rank (its rows, its device index) are left out.
 
-    statement                           entered                            compared
-    structure: settings, units,         when a root forms                  then, through the store
-      parameters
-    tensors of `sync_module_states`     by each call                       then, through the store
-    calls, in their order:                                                 as below
-      optimizer: class, options of      after `optimizer.step()`; texts
-        each group, parameters, state     are made of what changed
-        and its counter, gradients
-        written since their reduction
-      `clip_grad_norm_`, `GradScaler`   by each call
-      gradients that hooks changed      at the end of a backward
-      loads of parameters               by hooks of `load_state_dict`
-      values outside of units, buffers  at first use, after a load, and
-                                          ever more seldom
-      unexpected messages               on a device alone, before they
-        (elsewhere: `Order`)              are sent
-    what holds now: settings of         when it changes                    as below
-      reductions, the loaded state, how
-      often parameters were written
-    replicas of shards                  at first use, after a load         as below, among the ranks that hold them
-
-Compared with the first reduction of a backward, before its gradients are handed over; on a device one step later. If no
-reduction carries a digest: through the store, in the first, 2nd, 16th, 128th, ... training forward, and after a load or
-a change of settings. On a device also at the end of a forward without gradients that sent an unexpected message.
+ADR 0009 has the table of statements, who makes them, and when. They are compared with the first reduction of a
+backward, before its gradients are handed over; on a device one step later. If no reduction carries a digest: through
+the store, in the first, 2nd, 16th, 128th, ... training forward, and after a load or a change of settings. On a device
+also at the end of a forward without gradients that sent an unexpected message.
 
 Equal ledgers have equal digests. If digests differ, ranks exchange the statements (`Sealed.text`), and `differences`
 (differences.py) lists the differences, causes first.
@@ -77,7 +57,7 @@ class Fact(NamedTuple):
 
 
 class Statement(NamedTuple):
-    """What a rank states of one place, as facts in a fixed order. `among`: the ranks that must state the same, as text;
+    """Facts of one place that a rank states, in a fixed order. `among`: the ranks that must state the same, as text;
     "": all ranks of the ledger."""
 
     place: str
@@ -100,7 +80,7 @@ def called(name: str, facts: Sequence[Fact]) -> Statement:
 
 
 class Sealed(NamedTuple):
-    """What is compared: the statements, a digest of those of all ranks, and of those of replicas only, 0 if there are
+    """The statements that are compared, a digest of those of all ranks, and of those of replicas only, 0 if there are
     none."""
 
     statements: tuple[Statement, ...]
@@ -114,7 +94,7 @@ class Sealed(NamedTuple):
 
 
 class Ledger:
-    """What one rank did to the shards of a root on one mesh since its ranks last compared, and what holds now."""
+    """Lists what one rank did to the shards of a root on one mesh since its ranks last compared, and what holds now."""
 
     def __init__(self) -> None:
         # The facts that hold now, by name.
@@ -123,7 +103,7 @@ class Ledger:
         # The gradients that hooks of the user changed since the last call.
         self.hooked: list[str] = []
         self._replicas: Statement | None = None
-        # What holds now as one statement, and its digest; None after a change. A cache of the digests of calls, which
+        # A statement of what holds now, and its digest; None after a change. A cache of the digests of calls, which
         # recur.
         self._holds: tuple[Statement, int] | None = None
         self._known: dict[Statement, int] = {}
@@ -168,7 +148,7 @@ class Ledger:
             return last[1]
         if self._holds is None:
             now = Statement(NOW, "", tuple(sorted(self.now.values())))
-            self._holds = now, digest_of(dumps([now]))
+            self._holds = now, self._digest(now)
         now, digest = self._holds
         digest = digest_of(",".join(map(str, [digest, *map(self._digest, calls)])))
         if replicas is not None:
@@ -364,8 +344,8 @@ def _start_of(action: Action) -> Action:
 
 
 class Program:
-    """What this rank did with the ranks of one scope, as far as all of them must do the same: the order of messages in
-    the current epoch, the flags of the next action, and the optimizer steps since a load. Does not hold its scope."""
+    """Records what this rank did with the ranks of one scope, if all of them must do the same: the order of messages in
+    the current epoch, the flags of the next action, and the steps since a load. Does not hold its scope."""
 
     def __init__(self, epoch: int) -> None:
         self.epoch = epoch

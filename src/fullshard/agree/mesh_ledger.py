@@ -1,4 +1,4 @@
-"""What one root does on one mesh, compared among its ranks (ledger.py).
+"""Compares what one root does on one mesh among its ranks (ledger.py).
 
     MessageOrder   each message, before it is sent. In the steady state that costs about a microsecond, and nothing is
                    sent. Roots on one mesh share the order, because their messages wait for one another
@@ -41,19 +41,18 @@ _REMEMBERED = 50_000
 
 
 class MessageOrder:
-    """The messages of `units` of one root over the mesh of `scope`: `members[unit]` are the positions of its groups
-    there. `first`: the root's own unit.
+    """The messages of one root over the mesh of `scope`: `members[unit]` are the positions of a unit's groups there.
 
     Raises `RanksDisagree` on every rank of the scope if one of them is about to send something else, and `PeerFailed`
     if a rank failed.
     """
 
-    def __init__(self, scope: Scope, first: Unit, members: dict[Unit, list[int]]) -> None:
-        self.scope, self.members, self._first = scope, members, first
+    def __init__(self, scope: Scope, members: dict[Unit, list[int]]) -> None:
+        self.scope, self.members = scope, members
         self.program = order_on(scope)
         # Whether ranks may compare by a collective: not where the messages equal those of torch's FSDP2, one for one.
         self._in_band = not all(map(_is_native, members))
-        # Takes unexpected actions that are compared when a reduction arrives: on a device.
+        # A function that takes unexpected actions, which are compared when a reduction arrives: on a device.
         self.later: Callable[[int, Action], None] | None = None
         # The root's name in actions.
         self.root = ""
@@ -65,37 +64,33 @@ class MessageOrder:
         """The ranks just compared the structure of the root, all of them as the same question: that is its name."""
         self.root = f"{self.scope.epoch}-{self.scope.asked}"
 
-    def before(self, unit: Unit, kind: str, flags: tuple[str, ...] = ()) -> None:
-        """`unit` is about to send."""
+    def before(self, unit: Unit, kind: str, flags: tuple[str, ...] = (), sizes: str | None = None) -> None:
+        """`unit` is about to send. `sizes`: of a message that has neither parameters nor gradients."""
         reduces = kind == "reduce"
-        layout = ("keep" in flags, *map(attrgetter("trainable"), unit.groups)) if reduces else ()
-        key = (kind, unit, layout, unit.channels.times_made)
-        sizes = self._sizes.get(key)
         if sizes is None:
-            if len(self._sizes) > _REMEMBERED:
-                self._sizes.clear()
-            sizes = self._sizes[key] = sizes_of(unit, self.members[unit], kind, keep="keep" in flags)
-        if sizes:
-            self.sends(kind, unit.record.index, unit.record.name, sizes, flags, unit if reduces else None)
-
-    def sends(
-        self, kind: str, index: int, name: str, sizes: str, flags: tuple[str, ...] = (), reduces: Unit | None = None
-    ) -> None:
-        """A message of `sizes` is about to be sent for unit `index`. `reduces`: the unit whose gradients it has."""
-        program = self.program
+            layout = ("keep" in flags, *map(attrgetter("trainable"), unit.groups)) if reduces else ()
+            key = (kind, unit, layout, unit.channels.times_made)
+            sizes = self._sizes.get(key)
+            if sizes is None:
+                if len(self._sizes) > _REMEMBERED:
+                    self._sizes.clear()
+                sizes = self._sizes[key] = sizes_of(unit, self.members[unit], kind, keep="keep" in flags)
+            if not sizes:
+                return
+        program, record = self.program, unit.record
         if program.epoch != self.scope.epoch:
             program.restart(self.scope.epoch)
-        if reduces is not None and (added := self._is_added(reduces)) is not program.added:
+        if reduces and (added := self._is_added(unit)) is not program.added:
             program.added = added
             flags += ("added",) if added else ("cleared",)
         if program.stepped or program.begun is not None:
             flags = (*program.flags(self.root), *flags)
-        key = (kind, index, sizes, flags)
-        action = self._actions.get(key)
+        same = (kind, record.index, sizes, flags)
+        action = self._actions.get(same)
         if action is None:
             if len(self._actions) > _REMEMBERED:
                 self._actions.clear()
-            action = self._actions[key] = Action(kind, self.root, index, name, sizes, flags)
+            action = self._actions[same] = Action(kind, self.root, record.index, record.name, sizes, flags)
         if not program.order.follows(action, doubts=self._in_band and self.later is None):
             compare_action(self.scope, program.order, action, in_band=self._in_band, later=self.later)
 
@@ -109,10 +104,6 @@ class MessageOrder:
             ):
                 return True
         return False
-
-    def announce(self, kind: str, sizes: str) -> None:
-        """The root is about to send something other than parameters or gradients of a unit."""
-        self.sends(kind, 0, self._first.record.name, sizes)
 
 
 def sizes_of(unit: Unit, positions: Sequence[int], kind: str, *, keep: bool = False) -> str:
@@ -171,8 +162,8 @@ class _Carried(NamedTuple):
 
 
 class _SinceMeeting:
-    """What was compared since ranks began, or began anew after a failure, when some of them were further than others;
-    and when values are compared next."""
+    """Counts what was compared since ranks began, or began anew after a failure, when some of them were further than
+    others; and knows when values are compared next."""
 
     def __init__(self, epoch: int) -> None:
         self.epoch = epoch
@@ -181,7 +172,7 @@ class _SinceMeeting:
         # The training forwards so far, and the next one at which ranks compare (`forward_begins`).
         self.forwards, self.next_question = 0, 1
         self.values_asked = True
-        # By unit: versions of its parameters at the last comparison, and the writes up to it.
+        # The versions of the parameters of each unit at the last comparison, and the writes up to it.
         self.written: dict[Unit, int] = {}
         self.writes: dict[Unit, int] = {}
         # Comparisons of earlier backwards, whose result was not read yet.
@@ -191,8 +182,8 @@ class _SinceMeeting:
 
 
 class MeshLedger:
-    """What this rank does to the shards of `root` on the mesh of `ranks`. `peers`: of the root. `listed`: the names of
-    the parameters in optimizers, for an error."""
+    """Records what this rank does to the shards of `root` on the mesh of `ranks`. `peers`: of the root. `listed`
+    returns the names of the parameters in optimizers, for an error."""
 
     def __init__(self, root: AnyRoot, peers: Peers, ranks: tuple[int, ...], listed: Callable[[], str]) -> None:
         self._root, self._peers, self.ranks, self._listed = root, peers, ranks, listed

@@ -323,7 +323,7 @@ class _Counted:
 
     def __init__(self, recovery: Callable[[], Recovery | None]) -> None:
         self._recovery = recovery
-        # Of the running load: names in the state dict, its list of errors, and how many there were.
+        # The names in the state dict of the running load, its list of errors, and how many there were.
         self._names: list[str] = []
         self._errors: list[str] = []
         self._count = 0
@@ -333,7 +333,7 @@ class _Counted:
         return _Counted, (_no_recovery,)
 
     def before(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
-        """Before a load of `module`."""
+        """A load of `module` begins."""
         recovery = self._recovery()
         if recovery is not None and recovery.look():
             self._names = [name for name, _ in _places(module) if prefix + name in state_dict]
@@ -341,7 +341,7 @@ class _Counted:
             self._count = len(self._errors)
 
     def after(self, module: nn.Module, *_: object) -> None:
-        """After it."""
+        """The load is over."""
         names, self._names = self._names, []
         errors, self._errors = self._errors, []
         recovery = self._recovery()

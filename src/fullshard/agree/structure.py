@@ -12,8 +12,6 @@ the digests differ. All ranks of a mesh get the same answer, so either all of th
 
 from __future__ import annotations
 
-import hashlib
-import json
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
@@ -41,9 +39,9 @@ from ..param import (
 from ..peers import RanksDisagree, Scope, ask, scope_of, shown_ranks, tell, variants
 from ..policy.casting import shown_cast_inputs
 from ..schedule import UnitRecord
-from .differences import first_difference
+from .differences import differences, exchanged, refuse_differences
 from .equal_rows import warn_of_equal_rows
-from .ledger import OPTIONS, PARAMETER, UNIT, Statement, dumps, read, stated
+from .ledger import OPTIONS, PARAMETER, TENSOR, UNIT, Statement, stated
 from .recovery import Peers
 
 # ---- describe --------------------------------------------------------------------------------------------------------
@@ -182,35 +180,10 @@ def _parameter_facts(
     return facts
 
 
-def signature(root: AnyRoot) -> tuple[str, str]:
-    """Digests of the structure of `root`, independent of its meshes, and of its initial values.
-
-    The second is "" if the initial value of any parameter is unknown."""
-    first, params = root.units[0], [param for unit in root.units for param in unit.params]
-    names = parameter_names(first.module, root.units)
-    # Tells an evaluated teacher from the trained student of the same class.
-    modes = f"provisional {root.provisional}, grad {torch.is_grad_enabled()}, training {first.module.training}"
-    lines = [type(first.module).__name__, modes]
-    for unit in root.units:
-        lines.append(unit.record.name)
-        for group in unit.groups:
-            storage = _dtype_text(group.precision.storage)
-            lines += [
-                f"{names[param]} {tuple(param.spec.shape)} {storage} {param.sharded.requires_grad}"
-                for param in group.params
-            ]
-    noted = full_digests(params)
-    return _digest("\n".join(lines)), "" if None in noted else _digest(repr(noted))
-
-
-def _digest(text: str) -> str:
-    return hashlib.blake2s(text.encode(), digest_size=16).hexdigest()
-
-
-def mesh_text(mesh: DeviceMesh, *, names: bool = False) -> str:
-    """`mesh` for an error text; `names`: include the axis name of a 1-D mesh too."""
+def mesh_text(mesh: DeviceMesh) -> str:
+    """`mesh` for an error text."""
     sizes = tuple(mesh.size(axis) for axis in range(mesh.ndim))
-    axes = f" {tuple(mesh.mesh_dim_names)}" if mesh.mesh_dim_names and (names or mesh.ndim > 1) else ""
+    axes = f" {tuple(mesh.mesh_dim_names)}" if mesh.mesh_dim_names and mesh.ndim > 1 else ""
     return f"{mesh.device_type} {sizes}{axes} of ranks {mesh.mesh.flatten().tolist()}"
 
 
@@ -307,19 +280,9 @@ def differing(scope: Scope, kind: str, tensors: Mapping[str, Tensor]) -> list[Dr
 
     Skips names that some ranks do not have. Asks once if all are equal, twice otherwise.
     """
-    values = digests_of(tensors)
-    text = json.dumps(values, separators=(",", ":"))
-    what = f"{kind}s"
-    if ask(scope, what, text) is None:
-        return []
-    by_rank = {rank: json.loads(told) for rank, told in tell(scope, f"{what} in full", text).items()}
-    common = [name for name in values if all(name in known for known in by_rank.values())]
-    found = []
-    for name in sorted(common):
-        groups = variants({rank: known[name] for rank, known in by_rank.items()})
-        if len(groups) > 1:
-            found.append(Drift(name, kind, tuple(tuple(ranks) for ranks in groups.values())))
-    return found
+    by_rank = exchanged(scope, f"{kind}s", [stated(TENSOR, "", digests_of(tensors))])
+    found = ((one.fact.name, dict(one.values)) for one in differences(by_rank))
+    return sorted(Drift(name, kind, tuple(values)) for name, values in found if "none" not in values.values())
 
 
 def digests_of(tensors: Mapping[str, Tensor]) -> dict[str, str]:
@@ -419,17 +382,7 @@ def refuse_other_values(root: AnyRoot, peers: Peers) -> set[object]:
 
 
 def _refuse_other_structure(mode: str, root: AnyRoot, on: _OnMesh) -> None:
-    text = dumps(describe(root, on.ranks, mode))
-    digests = ask(on.scope, "the units and parameters of the model", text)
-    if digests is None:
-        return
-    # One rank per variant sends its description.
-    tells = {ranks[0] for ranks in variants(digests).values()}
-    found = tell(on.scope, "units and parameters in full", text if on.scope.rank in tells else "")
-    texts = {digests[rank]: found[rank] for rank in tells}
-    difference = first_difference(read({rank: texts[digest] for rank, digest in digests.items()}))
-    assert difference is not None
-    raise RanksDisagree(difference.text, what=difference.what, by_rank=difference.by_rank)
+    refuse_differences(on.scope, "the units and parameters of the model", describe(root, on.ranks, mode))
 
 
 def _refuse_other_buffers(root: AnyRoot, on: _OnMesh) -> bool:

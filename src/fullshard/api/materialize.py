@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from ..agree.differences import first_difference
-from ..agree.ledger import TENSOR, dumps, read, stated
+from ..agree.differences import refuse_differences
+from ..agree.ledger import TENSOR, stated
 from ..agree.structure import Drift as Drift
 from ..agree.structure import find_drift as _find_drift
 from ..agree.structure import ranks_of
@@ -35,7 +35,7 @@ from ..engine.uninitialized import (
     takes_no_argument,
 )
 from ..param import ParamGroup, ShardedParam, can_digest, fingerprints, local_data, note_loaded, poison
-from ..peers import RanksDisagree, ask, scope_of, tell
+from ..peers import scope_of
 from ..policy.arguments import expect, expect_callable, expect_flag, expect_module, expect_whole
 from . import validate
 
@@ -150,11 +150,7 @@ def _refuse_other_names(mesh: DeviceMesh, tensors: dict[str, Tensor]) -> None:
         for name, tensor in tensors.items()
         for local in (local_data(tensor),)
     ]
-    text = dumps(statements)
-    if ask(scope, "the tensors of sync_module_states", text) is not None:
-        difference = first_difference(read(tell(scope, "these tensors in full", text)))
-        assert difference is not None
-        raise RanksDisagree(difference.text, what=difference.statement.name)
+    refuse_differences(scope, "the tensors of sync_module_states", statements)
 
 
 def _refuse_missing(mesh: DeviceMesh, tensors: dict[str, Tensor], source: int) -> None:

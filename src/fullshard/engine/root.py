@@ -122,7 +122,7 @@ class Root:
         """If a rank failed since, wait for all ranks to meet. Returns whether they had diverged."""
         for scope in self.companion.scopes:
             failures = scope.failures
-            if failures.must_meet or failures.cause is not None or scope.heard or scope.states:
+            if failures.must_meet or failures.cause is not None or scope.faults or scope.states:
                 return self.companion.meets()
         return False
 

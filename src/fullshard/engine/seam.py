@@ -36,7 +36,7 @@ class WaitingRanks(Protocol):
     @property
     def failures(self) -> PublishedFailures: ...
     @property
-    def heard(self) -> Sequence[object]:
+    def faults(self) -> Sequence[object]:
         """Failures of others; usually empty."""
 
     @property

@@ -46,18 +46,18 @@ class Record:
 
     @property
     def wait(self) -> Mapping[str, Any] | None:
-        """Its wait; None: it is running, as far as is known."""
+        """The wait of the rank; None: it is running, as far as is known."""
         found: Mapping[str, Any] | None = self.said.get("wait")
         return found
 
     @property
     def place(self) -> str:
-        """Its place in the user's code."""
+        """The place in the user's code."""
         at = self.said.get("at") or ""
         return f" ({at})" if at else ""
 
     def far(self, scope: str) -> Mapping[str, Any] | None:
-        """Its progress in that scope; None: it was never in it."""
+        """The progress of the rank in that scope; None: it was never in it."""
         found: Mapping[str, Any] | None = self.said.get("far", {}).get(scope)
         return found
 
@@ -163,7 +163,7 @@ def _loads(text: str) -> dict[str, Any] | None:
 
 
 def witnesses(quiet: Iterable[Record], others: Iterable[Record]) -> dict[int, int]:
-    """For each rank of `quiet` another one on the same machine, which can see its process."""
+    """Returns for each rank of `quiet` another one on the same machine, which can see its process."""
     machines: dict[str, int] = {}
     for record in others:
         machines.setdefault(_machine(record), record.rank)
@@ -386,7 +386,7 @@ class Leader:
         self._joined: frozenset[int] = frozenset()
         # The faults that were already delivered.
         self._told: set[tuple[object, ...]] = set()
-        # By scope: the ranks that waited there at the last reading although a fault was delivered.
+        # The ranks that waited in each scope at the last reading although a fault was delivered.
         self._still: dict[str, set[int]] = {}
         # The wait for which this rank last tried to become leader; and when it replaced a dead leader.
         self._claimed_for: object = None
@@ -555,6 +555,6 @@ class Leader:
         known = (fault.rank, fault.kind, fault.scope, fault.epoch, *said)
         if known not in self._told:
             self._told.add(known)
-            scope.hear(fault, now)
+            scope.note_fault(fault, now)
             self._watch.mail.tell(scope.ranks, scope.telling(fault))
             self._watch.end_waits(now)

@@ -1,4 +1,4 @@
-"""What fails on a rank: the exceptions that all ranks raise, faults as ranks send them to each other, and losses.
+"""Describes what fails: the exceptions that all ranks raise, faults as ranks send them to each other, and losses.
 
     PeerFailed, RanksDisagree   the exceptions, both `RuntimeError`s
     Fault                       the failure of one rank, as a text in the store
@@ -20,7 +20,7 @@ from typing import Any
 
 
 class PeerFailed(RuntimeError):
-    """Another rank raised, was killed, was stopped or ended while this one waits for it.
+    """Raised where this rank waits for another one that raised, was killed, was stopped or ended.
 
     `rank`: its rank in the default process group. `step`: the number of optimizer steps it had taken. `unit`: its
     activity, with the name of the sharded module ("the all-gather of layers.3"), or "" if unknown. `text`: its error.
@@ -78,13 +78,13 @@ class Fault:
     doing: str = ""
     issued: Mapping[str, int] = field(default_factory=dict)
     asked: int = 0
-    # How many of the rank's guarded blocks had failed, this one included.
+    # The number of the rank's guarded blocks that had failed, this one included.
     attempts: int = 0
-    # The exception is not known yet: the fault is published again with it.
+    # Whether the exception is not known yet: the fault is published again with it.
     vague: bool = False
-    # For found faults: since when each rank has been in a meeting. The fault ends that meeting and no other.
+    # The time since which each rank has been in a meeting, of found faults. The fault ends that meeting and no other.
     meets: Mapping[str, float] = field(default_factory=dict)
-    # Its process was observed to have ended: it will not come back.
+    # Whether its process was observed to have ended: it will not come back.
     gone: bool = False
 
     def dumps(self, rank: int = -1) -> str:
@@ -129,18 +129,18 @@ class Fault:
 
 @dataclass(slots=True)
 class Failures:
-    """What failed on the ranks of a scope since their last meeting, which replaces it by a new one."""
+    """The failures on the ranks of a scope since their last meeting, which replaces them."""
 
-    # All ranks must meet before the next message.
+    # Whether all ranks must meet before the next message.
     must_meet: bool = False
     # The fault that this rank published; and the one for which the data groups were cut.
     own: Fault | None = None
     cause: Fault | None = None
     # Whether `cause`, or what followed from it, was raised.
     has_raised: bool = False
-    # An exception left a wait: connections may be incomplete, and ranks at different messages.
+    # Whether an exception left a wait: connections may be incomplete, and ranks at different messages.
     is_torn: bool = False
-    # How many of this rank's guarded blocks failed.
+    # The number of this rank's guarded blocks that failed.
     attempts: int = 0
 
 

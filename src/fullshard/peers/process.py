@@ -45,7 +45,7 @@ def _fields(process: int) -> list[str]:
 
 
 def frames() -> dict[int, FrameType]:
-    """What each thread of this process runs, by its number.
+    """Returns the frame that each thread of this process runs, by its number.
 
     In Python before 3.11.9 `sys._current_frames` holds a lock that threads take, with the interpreter lock, when they
     begin and end. A garbage collection in it may hand over the interpreter lock: then no thread continues
@@ -67,7 +67,7 @@ _one_call = threading.Lock()
 
 
 def _after_fork() -> None:
-    """Another thread of the parent may have held it."""
+    """Replaces the lock, which another thread of the parent may have held."""
     global _one_call
     _one_call = threading.Lock()
 

@@ -124,7 +124,7 @@ class Groups(dict[str, Group]):
         return f"{name} #{self._named[name]}" if self._named[name] > 1 else name
 
     def all(self) -> list[Group]:
-        """Those that there are now: another thread may add one."""
+        """A list of the present ones: another thread may add one."""
         return list(self.values())
 
     def check(self) -> None:
@@ -146,25 +146,25 @@ class Groups(dict[str, Group]):
 
 
 class Scope:
-    """See the module. Methods wait in the calling thread, and raise `PeerFailed` or `RanksDisagree`."""
+    """The ranks of one mesh. Methods wait in the calling thread, and raise `PeerFailed` or `RanksDisagree`."""
 
     def __init__(self, watch: AnyWatch, ranks: tuple[int, ...], apart: str = "") -> None:
         self.watch, self.ranks = watch, ranks
         self.name = _name(ranks, apart)
-        # How many meetings there were; after which one connections were made; how many questions since the last one.
+        # The number of meetings; that after which connections were made; the number of questions since the last one.
         self.epoch = self.renewed = self.asked = 0
         # The current activity, for error texts, or a function that returns it; and the optimizer steps taken.
         self.doing: str | Callable[[], str] = ""
         self.step: Callable[[], int] = lambda: -1
         self.groups = Groups()
-        # What failed in this epoch. The faults that this rank heard of in any epoch, and when.
+        # The failures of this epoch; and the faults that this rank learned of in any epoch, and when.
         self.failures = Failures()
-        self.heard: list[tuple[Fault, float]] = []
+        self.faults: list[tuple[Fault, float]] = []
         self.losses = Losses(self)
         # One word that each rank reports in a meeting; and the ranks by word of the last meeting.
         self.state: Callable[[], str] = lambda: ""
         self.states: dict[str, list[int]] = {}
-        # By question: the error text if ranks wait for each other while some of them ask it.
+        # The error text, by question, if ranks wait for each other while some of them ask it.
         self.explained_by: dict[str, Callable[[str, Sequence[int], int], str]] = {}
 
     @property
@@ -332,7 +332,7 @@ class Scope:
 
     def causes(self) -> list[Fault]:
         """The faults of other ranks in this epoch, in order."""
-        return [fault for fault, _ in list(self.heard) if fault.epoch == self.epoch and self.is_of_others(fault)]
+        return [fault for fault, _ in list(self.faults) if fault.epoch == self.epoch and self.is_of_others(fault)]
 
     def known_faults(self) -> list[Fault]:
         """The faults of this epoch, this rank's own last."""
@@ -341,23 +341,23 @@ class Scope:
 
     def telling(self, fault: Fault) -> list[Fault]:
         """`fault`, preceded by the last known ones: telling overwrites messages of other ranks."""
-        known = [heard for heard, _ in list(self.heard)[-3:] if heard.epoch == self.epoch and heard != fault]
+        known = [one for one, _ in list(self.faults)[-3:] if one.epoch == self.epoch and one != fault]
         return [*known, fault]
 
     def is_of_others(self, fault: Fault) -> bool:
         """Whether it may end waits of this rank."""
         return fault.rank != self.rank or fault.is_found
 
-    def hear(self, fault: Fault, now: float) -> None:
+    def note_fault(self, fault: Fault, now: float) -> None:
         """Record a fault. Thread-safe."""
-        heard = list(self.heard)
-        if fault.epoch >= self.epoch and all(known != fault for known, _ in heard):
+        faults = list(self.faults)
+        if fault.epoch >= self.epoch and all(known != fault for known, _ in faults):
             # A later report of the same failure replaces a vague one.
-            vague = [one for one in heard if one[0].vague and (one[0].rank, one[0].epoch) == (fault.rank, fault.epoch)]
+            vague = [one for one in faults if one[0].vague and (one[0].rank, one[0].epoch) == (fault.rank, fault.epoch)]
             if vague:
-                self.heard = [(fault, one[1]) if one in vague else one for one in heard]
+                self.faults = [(fault, one[1]) if one in vague else one for one in faults]
             else:
-                self.heard.append((fault, now))
+                self.faults.append((fault, now))
             if fault.epoch == self.epoch and fault.is_found:
                 self.failures.must_meet = True
 
@@ -388,7 +388,7 @@ class Scope:
 
     def without_store(self) -> Fault:
         """The fault if the store is gone: the last rank that ended or was lost, or the store itself."""
-        gone = [fault for fault, _ in list(self.heard) if fault.kind in ("ended", "lost") and self.is_of_others(fault)]
+        gone = [fault for fault, _ in list(self.faults) if fault.kind in ("ended", "lost") and self.is_of_others(fault)]
         text = (
             "gave no sign of life since the store through which ranks meet is gone, with the process that served it "
             "(rank 0, or a launcher)"
@@ -471,7 +471,7 @@ class Scope:
             renewed = following if renews else self.renewed
             # In one update: an exception before it repeats the meeting, one after it does not.
             vars(self).update(epoch=following, renewed=renewed, asked=0, failures=Failures())
-            self.heard = [(fault, since) for fault, since in self.heard if fault.epoch >= self.epoch]
+            self.faults = [(fault, since) for fault, since in self.faults if fault.epoch >= self.epoch]
         return bool(renews)
 
     def _all_here(self, key: str, found: dict[int, tuple[int, str, str]]) -> bool:
@@ -491,12 +491,12 @@ def _name(ranks: tuple[int, ...], apart: str) -> str:
 
 
 class Losses:
-    """What the ranks of `scope` lost on devices. Thread-safe."""
+    """The losses of the ranks of `scope` on devices. Thread-safe."""
 
     def __init__(self, scope: Scope) -> None:
         self._scope = scope
-        # What is not restored yet; the last epoch whose loss was restored; and when this rank learned of the last loss,
-        # by `time.monotonic`.
+        # The loss that is not restored yet; the last epoch whose loss was restored; and when this rank learned of the
+        # last loss, by `time.monotonic`.
         self.current: Loss | None = None
         self.restored = -1
         self.learned_at = 0.0
@@ -517,12 +517,12 @@ class Losses:
             had_losses[key] = weakref.ref(self._scope, lambda _: had_losses.pop(key, None))
 
     def restore(self) -> None:
-        """What was lost was written anew, or is sound for another reason."""
+        """Note that what was lost was written anew, or is sound for another reason."""
         # No message is sent before the next meeting, so nothing more is lost in this epoch.
         self.restored, self.current = self._scope.epoch, None
 
     def marked(self, word: str) -> str:
-        """What this rank reports in a meeting whose word is `word`."""
+        """Returns what this rank reports in a meeting whose word is `word`."""
         if self.current is not None:
             return f"{word}{LOST}{self.current.epoch}"
         return f"{word}{PERHAPS}" if self.restored < self._scope.epoch and self._scope.groups.under_way else word

@@ -130,24 +130,24 @@ class Records:
         return "".join(_text(store.get(part)) for part in parts if store.check([part]))
 
 
-class Addressee(Protocol):
-    """A scope, of which faults tell."""
+class Receiver(Protocol):
+    """A scope, which receives its faults."""
 
     name: str
     epoch: int
 
-    def hear(self, fault: Fault, now: float) -> None: ...
+    def note_fault(self, fault: Fault, now: float) -> None: ...
 
 
 class Mail:
     """The faults that this rank and the others tell each other. `scopes`: those that this rank has made."""
 
-    def __init__(self, records: Records, scopes: Mapping[Any, Addressee]) -> None:
+    def __init__(self, records: Records, scopes: Mapping[Any, Receiver]) -> None:
         self._records, self._scopes = records, scopes
         # The last faults reported, of any scope: each message repeats them, because it overwrites earlier ones.
         self._lately: list[Fault] = []
         # Faults of scopes that this rank has not made yet.
-        self._unheard: list[tuple[Fault, float]] = []
+        self._early: list[tuple[Fault, float]] = []
 
     def tell(self, ranks: Iterable[int], faults: Sequence[Fault]) -> None:
         """Leave `faults` for `ranks`, with earlier ones, because this overwrites mail that may be unread."""
@@ -163,19 +163,19 @@ class Mail:
         """Ask `rank` to look at processes of its machine, which are of no interest later."""
         self._records.tell([rank], [one.dumps() for one in (*self._lately, *looks)])
 
-    def hear(self, fault: Fault, now: float) -> None:
+    def receive(self, fault: Fault, now: float) -> None:
         """A fault came: its scope learns of it, at once or as soon as it is made."""
         known = [scope for scope in list(self._scopes.values()) if scope.name == fault.scope]
         for scope in known:
-            scope.hear(fault, now)
+            scope.note_fault(fault, now)
         if not known:
-            self._unheard = [*self._unheard[-_LATELY:], (fault, now)]
+            self._early = [*self._early[-_LATELY:], (fault, now)]
 
-    def catch_up(self, scope: Addressee) -> None:
+    def catch_up(self, scope: Receiver) -> None:
         """`scope` was made: it learns of the faults that came before."""
-        for fault, since in self._unheard:
+        for fault, since in self._early:
             if fault.scope == scope.name:
-                scope.hear(fault, since)
+                scope.note_fault(fault, since)
 
 
 def _mail(texts: Sequence[str]) -> str:

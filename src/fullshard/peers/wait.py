@@ -157,7 +157,7 @@ class AnyScope(Protocol):
     ranks: tuple[int, ...]
     epoch: int
     failures: Failures
-    heard: list[tuple[Fault, float]]
+    faults: list[tuple[Fault, float]]
 
     @property
     def rank(self) -> int: ...
@@ -189,7 +189,7 @@ class Wait:
         self.name, self.number, self.ranks, self.also = name, number, ranks, also
         self.epoch = 0 if scope is None else scope.epoch
         self.since = since if since is not None else time.monotonic() if scope is None else scope.watch.host.now()
-        # Why it will never end by itself.
+        # The fault because of which it will never end by itself.
         self.fault: Fault | None = None
         self._ended: Wakeup | None = None if scope is None or kind == "message" else scope.watch.host.event()
 
@@ -262,13 +262,13 @@ class Wait:
 
 
 class Waits(dict[int, "Wait | Waiting"]):
-    """What the threads of one process wait for, by thread."""
+    """The waits of the threads of one process, by thread."""
 
     def __init__(self) -> None:
         super().__init__()
         # The thread that runs the model; the others are those of background saves.
         self.model_thread = threading.get_ident()
-        # How many threads send messages beside it.
+        # The number of threads that send messages beside it.
         self.beside = 0
         self._lock = threading.Lock()
 

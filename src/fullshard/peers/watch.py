@@ -63,7 +63,7 @@ class TorchCall:
         self._is_logged = False
 
     def look(self, now: float) -> Wait | None:
-        """As a wait, or None."""
+        """Returns the call as a wait, or None."""
         thread = self._waiting.model_thread
         if thread in self._waiting.current() or not self._host.is_within(thread, _DISTRIBUTED, _TORCH):
             self._wait = None
@@ -98,19 +98,19 @@ class TorchCall:
 
 
 class OwnRecord:
-    """What this rank tells of itself, for the ranks that read it (`Record`, diagnosis.py)."""
+    """The record that this rank writes of itself, for the ranks that read it (`Record`, diagnosis.py)."""
 
     def __init__(self, watch: Watch) -> None:
         self._watch, self._host = watch, watch.host
         self._count = 0
-        # When it was written last, and the wait in it.
+        # The time at which it was written last, and the wait in it.
         self.posted = 0.0
         self.wait: Wait | None = None
-        # Collectives issued over the user's groups when that wait began.
+        # The collectives issued over the user's groups when that wait began.
         self._issued: dict[str, int] | None = None
-        # Processes of this machine that a rank of another machine asked about, and when.
+        # The processes of this machine that a rank of another machine asked about, and when.
         self._looks_at: dict[int, tuple[str, float]] = {}
-        # Why the process ends.
+        # The reason why the process ends.
         self.ended: str | None = None
 
     def contents(self, wait: Wait | None) -> dict[str, Any]:
@@ -181,7 +181,7 @@ class Watch:
         # Whether a watch thread calls `look`. Otherwise the waiting loops do.
         self.is_watched = False
         self._thread: _Thread | None = None
-        # Held by who looks; and when that was.
+        # A lock that is held during a look; and the time of the last one.
         self._looking = threading.Lock()
         self._looked = 0.0
 
@@ -301,7 +301,7 @@ class Watch:
         scope = wait.scope
         if scope is None or wait.fault is not None:
             return
-        for fault, since in list(scope.heard):
+        for fault, since in list(scope.faults):
             counts = fault.epoch == scope.epoch and scope.is_of_others(fault)
             if counts and wait.is_ended_by(fault, now - max(since, wait.since)):
                 scope.end(wait, fault)
@@ -313,13 +313,13 @@ class Watch:
 
     def _post(self, wait: Wait | None, now: float) -> None:
         for mail in self.own.post(wait, now):
-            self._hear(Fault.loads(mail), now)
+            self._receive(Fault.loads(mail), now)
 
-    def _hear(self, fault: Fault, now: float) -> None:
+    def _receive(self, fault: Fault, now: float) -> None:
         if fault.kind == "look":
             self.own.look_at(fault.rank, fault.text, now)
             return
-        self.mail.hear(fault, now)
+        self.mail.receive(fault, now)
         self._torch.log(fault, self.rank)
         self.end_waits(now)
 
@@ -341,9 +341,9 @@ class Watch:
     def wait_for_readers(self, seconds: float) -> None:
         """Wait until all others have ended or read why this process ends, because it serves the store."""
         begun = self.host.now()
-        heard = [fault for scope in self.scopes.values() for fault, _ in scope.heard]
-        lost = {fault.rank for fault in heard if fault.kind == "lost"}
-        gone = lost | {fault.rank for fault in heard if fault.kind == "ended"}
+        known = [fault for scope in self.scopes.values() for fault, _ in scope.faults]
+        lost = {fault.rank for fault in known if fault.kind == "lost"}
+        gone = lost | {fault.rank for fault in known if fault.kind == "ended"}
         with suppress(Exception):
             while self.host.now() - begun < seconds:
                 joined = self.records.joined()
