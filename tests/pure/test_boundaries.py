@@ -257,6 +257,16 @@ def test_classes_of_the_engine_s_rooms_have_names_of_their_own() -> None:
     _no_findings([f"{name}: {', '.join(files)}" for name, files in found.items() if len(files) > 1])
 
 
+def test_what_serves_ranks_agree_is_counted_where_it_is() -> None:
+    """A file that is renamed must not leave the count; of another package there is none."""
+    assert len(walk.agreeing(walk.PACKAGE)) > 20
+    assert walk.agreeing(walk.FSDP2) == []
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(walk, "AGREE", ("agree/*", "agree/nothing.py"))
+        with pytest.raises(ValueError, match="expected files at agree/nothing.py"):
+            walk.agreeing(walk.PACKAGE)
+
+
 def test_files_can_be_read_in_one_sitting() -> None:
     lines = {source.name: source.text.count("\n") for source in SOURCES}
     _no_findings(

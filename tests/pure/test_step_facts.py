@@ -276,6 +276,34 @@ def test_what_ranks_may_differ_in(
     assert len(caplog.records) == (kind == "ignored")
 
 
+def test_buffers_that_differ_are_warned_of_once_and_end_nothing(made: Made) -> None:
+    """Nothing averages them: running statistics of each rank differ from the first step on."""
+    values = {0: {"mean": "1", "cache": "7"}, 1: {"mean": "2"}}
+    made.scope.answers = {
+        rank: sealed(*(Fact("buffers", name, value) for name, value in found.items())).text
+        for rank, found in values.items()
+    }
+    with pytest.warns(UserWarning, match=r"since the training began: nothing averages them: mean \(rank 0 unlike"):
+        made.mesh.refuse(made.scope, "")  # type: ignore[arg-type]
+    assert not made.mesh.compares_buffers and made.mesh.own == {"cache"} and not made.peers.told
+
+
+def test_buffers_join_later_comparisons_until_they_differ(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the first one they are equal: the first forward compared them."""
+    mesh, found = made.mesh, []
+    made.unit.module = nn.Module()
+    monkeypatch.setattr(mesh_ledger, "replicas_of", lambda units, top: {})
+    monkeypatch.setattr(mesh, "outside", lambda: {})
+    monkeypatch.setattr(mesh_ledger, "buffers_on", lambda top, ranks: {"mean": torch.ones(1)})
+    for count in (1, 2, 16):
+        mesh.since.count = count
+        mesh.compares_buffers = count < 16
+        MeshLedger.note_values(mesh, again=False)
+        (call, _) = mesh.ledger.seal().statements
+        found.append([fact.name for fact in call.facts])
+    assert found == [[], ["mean"], []]
+
+
 def test_what_was_allowed_is_not_compared_again_and_what_drifts_is_no_ignored_one(
     made: Made, monkeypatch: pytest.MonkeyPatch
 ) -> None:
