@@ -322,7 +322,8 @@ class World:
         """Everything the rules noted, without settings and without the generation."""
         found: dict[str, object] = {f: getattr(self.run, f) for f in RunRecord.__slots__ if f not in RUN_SETTINGS}
         owed, ending = found.pop("owed"), found.pop("ending")
-        found |= {f"owed.{f}": getattr(owed, f) for f in Owed.__slots__}
+        found |= {f"owed.{f}": getattr(owed, f) for f in Owed.__slots__ if f != "optional"}
+        found |= {f"owed.optional.{f}": getattr(owed.optional, f) for f in type(owed.optional).__slots__}
         found |= {f"ending.{f}": getattr(ending, f) for f in ("active", "sent", "waits")}
         for name, unit in self.units.items():
             found |= {f"{name}.{f}": getattr(unit, f) for f in UnitRecord.__slots__ if f not in UNIT_SETTINGS}

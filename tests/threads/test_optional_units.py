@@ -367,6 +367,28 @@ def test_messages_are_those_of_a_step_in_which_all_run() -> None:
     assert names == {*UNITS, "root"}
 
 
+def _prepared(rank: int, models: list[Model]) -> Trained:
+    config = {
+        "wrap": {"by": "plan", "plan": list(UNITS)},
+        "override": [{"modules": name, "optional": True} for name in OPTIONAL],
+    }
+    model = models[rank]
+    optimizer = adamw(model.parameters(), watched=False)
+    fullshard.prepare_fully_shard(model, optimizer, config, show=False)
+    for step in range(3):
+        loss_of(model, step, rank, parts_of(step, rank)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return collect(model, optimizer)
+
+
+def test_a_configuration_marks_units() -> None:
+    models = [seeded(Model) for _ in range(2)]
+    expected = reference(2, range(3))
+    for trained in run_ranks(2, lambda rank: _prepared(rank, models)):
+        assert_same_training(trained, expected)
+
+
 # ---- refused ---------------------------------------------------------------------------------------------------------
 
 

@@ -207,6 +207,7 @@ class Override:
     output: str | None = setting(None, "dtype of outputs", choices=(DEFAULT, *_DTYPES), spellings=("output_dtype",))
     cast_inputs: bool | tuple[str, ...] | None = setting(None, "as in [precision]", spellings=("cast_forward_inputs",))
     cpu_offload: bool | None = setting(None, "as in [sharding]")
+    optional: bool | None = setting(None, "only some ranks run them in a step; the others join their messages")
 
 
 @dataclass(frozen=True, slots=True)

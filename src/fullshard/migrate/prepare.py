@@ -323,11 +323,13 @@ def _arguments(
     if reshard == DEFAULT and plan.last:
         reshard = False  # backward would gather it again at once
     output = output if plan == ROOT else DEFAULT
+    optional = False
     for override in overrides:
         given = {key.name: getattr(override, key.name) for key in fields(Override)[1:]}
         given = {key: value for key, value in given.items() if value is not None}
         reshard = given.get("reshard_after_forward", reshard)
         output = given.get("output", output)
+        optional = given.get("optional", optional)
         sharding = replace(sharding, cpu_offload=given.get("cpu_offload", sharding.cpu_offload))
         own = {key: value for key, value in given.items() if key in ("param", "reduce", "cast_inputs")}
         precision = replace(precision, **own)
@@ -340,6 +342,7 @@ def _arguments(
         "mp_policy": MixedPrecisionPolicy(compute, reduce, output_dtype, precision.cast_inputs),
         "offload_policy": CPUOffloadPolicy(sharding.pin_memory) if sharding.cpu_offload else OffloadPolicy(),
         "ignored_params": ignored or None,
+        **({"optional": True} if optional else {}),
         **plan.arguments,
     }
 

@@ -200,7 +200,7 @@ class UnitRecord:
 
 
 class OptionalUses:
-    """Uses of optional units, which every rank visits in backward (optional.py)."""
+    """The uses of optional units, which every rank visits in backward (optional.py)."""
 
     __slots__ = ("begins", "is_over", "left", "mark", "reached", "records", "starts", "uses")
 
@@ -212,11 +212,10 @@ class OptionalUses:
         self.uses: list[tuple[UnitRecord, Use]] = []
         self.mark = 0
         self.is_over = False
-        # The clock when each of the outermost forwards of these uses began; of each of the running order the place
-        # where it starts there.
+        # The clock at the begin of each outermost forward of these uses; where each of the running order starts there.
         self.begins: list[int] = []
         self.starts: list[int] = []
-        # The uses that the running backward did not visit yet, and which of the forwards it reached.
+        # Uses that the running backward has left, and which of the forwards it reached.
         self.left: list[tuple[UnitRecord, Use]] = []
         self.reached: set[int] = set()
 
