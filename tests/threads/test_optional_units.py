@@ -346,6 +346,43 @@ def test_an_exception_leaves_nothing(where: str) -> None:
         assert_same_training(trained, expected)
 
 
+class _Catching(nn.Module):
+    """Goes on without its optional part where that fails."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tower = _Tower()
+        self.head = nn.Linear(WIDTH, 4)
+
+    def forward(self, x: Tensor, fails: bool) -> Tensor:
+        try:
+            x = self.tower(x.double() if fails else x)
+        except RuntimeError:
+            pass
+        return self.head(x)
+
+
+def _caught(rank: int, models: list[_Catching]) -> list[list[tuple[str, str]]]:
+    model = models[rank]
+    for part in (*model.tower.blocks, model.tower):
+        fullshard.fully_shard(part, optional=True)
+    fullshard.fully_shard(model.head)
+    fullshard.fully_shard(model)
+    made = []
+    for step in range(2):
+        with fullshard.observe.record(model) as trace:
+            loss_of(model, step, rank, rank == step).backward()  # type: ignore[arg-type]
+        made.append([one for one in trace.commands if one[0] in ("unshard", "reduce")])
+        assert all(p.grad is not None for p in model.parameters())
+    return made
+
+
+def test_a_run_that_the_model_catches() -> None:
+    models = [seeded(_Catching) for _ in range(2)]
+    first, second = run_ranks(2, lambda rank: _caught(rank, models))
+    assert first == second
+
+
 def _messages(rank: int, models: list[Model], steps: Sequence[int]) -> list[list[tuple[str, str]]]:
     model = shard(models[rank], mark=True)
     made = []
