@@ -82,8 +82,8 @@ class Fleet(NamedTuple):
 
 
 class OwnerRaised(RuntimeError):
-    """An exception of an owner, raised on all ranks. `by_rank`: its text; `written`: titles of the matrices that took
-    the step."""
+    """Raised on all ranks: an owner raised in its step. `by_rank`: its text; `written`: titles of the matrices that
+    took the step."""
 
     def __init__(self, by_rank: Mapping[int, str], error: BaseException | None, written: Sequence[str]) -> None:
         super().__init__("; ".join(f"rank {rank}: {text}" for rank, text in by_rank.items()))
@@ -94,8 +94,8 @@ class OwnerRaised(RuntimeError):
 
 
 class Settings:
-    """Keeps what a step changes beside parameters and their state: options of groups, and numbers on the optimizer.
-    Each run of a part of the matrices begins with those of before the step, and all runs leave the same."""
+    """The values that a step changes beside parameters and their state: options of groups, and numbers on the
+    optimizer. Each run of a part of the matrices begins with those of before the step, and all runs leave the same."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
@@ -182,7 +182,7 @@ class FleetStep:
         # The titles of the matrices that took the step, on all ranks.
         self.written: list[str] = []
         self._gradients: dict[int, Tensor | None] = {}
-        # The tensors of their shape that owners have, by position, of matrices whose state had others before.
+        # The matrices whose state has other tensors of their shape than before: by position, what their owner has.
         self._new: dict[int, dict[Any, Tensor]] = {}
 
     def run(self) -> bool:
@@ -428,8 +428,10 @@ class FleetStep:
                 pieces = list(self._leaving(position))[1:]
                 for number, (piece, dtype) in enumerate(pieces):
                     assert piece is not None
-                    if numel and present:
-                        if owner != self._me:
+                    if present:
+                        if not numel:
+                            found = torch.empty_like(piece)  # counts as a write, of which all ranks have as many
+                        elif owner != self._me:
                             found = _view(sent.out, place, piece.shape, dtype)
                         else:
                             found = _in(stepped.back[position][number], whole.boxes[self._me])

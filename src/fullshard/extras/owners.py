@@ -91,7 +91,9 @@ def step_on_owners(
         expect(argument, fits, "names, a function of (name, parameter), or None", rule, 'pass ["*.experts.*"]')
     expect("cost", cost is None or callable(cost), "a function of a shape, or None", cost, "see its meaning")
     expect_whole("chunk_nbytes", chunk_nbytes, 1)
-    owned = [one for one in found if type(one) not in ELEMENTWISE and ON_SHARDS not in vars(one)]
+    owned = [
+        one for one in found if type(one) not in ELEMENTWISE and (ON_SHARDS not in vars(one) or ON_OWNERS in vars(one))
+    ]
     if not owned:
         raise ValueError(
             f"optimizers: expected one whose update of an element depends on others, found "
@@ -103,7 +105,8 @@ def step_on_owners(
                 "optimizers: expected one that steps each matrix by itself, found LBFGS, which needs all parameters "
                 "together; use it on sharded parameters as it is"
             )
-        expect_own_step(one, "step_on_owners")
+        if ON_OWNERS not in vars(one):
+            expect_own_step(one, "step_on_owners")
     for one in found:
         if one not in owned:
             step_on_shards(one, elementwise=True)
@@ -123,8 +126,8 @@ class StepOnOwners:
         self._steps = tuple(steps)
 
     def plan(self) -> OwnersPlan:
-        """The owner of each matrix, its cost, and the bytes and messages of a step, with the state that there is now.
-        `print` it. No message."""
+        """The plan: who owns which matrix, its cost, and the bytes and messages of a step, with the state that there is
+        now. `print` it. No message."""
         plans = [steps.plan() for steps in self._steps]
         kept = {name: why for plan in plans for name, why in plan.kept.items()}
         for optimizer in self.optimizers:
@@ -210,7 +213,7 @@ class OwnerSteps:
 
     def __init__(self, optimizer: Optimizer, rules: Rules) -> None:
         self._optimizer, self.rules = optimizer, rules
-        # The owner in its fleet, which keeps its state, by id of a parameter and index.
+        # The owner of each matrix, by id of the parameter and number: its place in its fleet, which keeps its state.
         self._owners: dict[tuple[int, int | None], int] = {}
         self._signature: object = None
         self._fleets: list[Fleet] = []
@@ -223,7 +226,7 @@ class OwnerSteps:
         self._signature = None
 
     def accept(self) -> None:
-        """Accept a step that was taken in part: see `StepOnOwners`."""
+        """Does its part of `StepOnOwners.accept`."""
         if self.written:
             for line in self._lines.values():
                 if line.scope is not None:
@@ -233,7 +236,7 @@ class OwnerSteps:
     # ---- the plan ------------------------------------------------------------------------------------------
 
     def plan(self) -> OwnersPlan:
-        """The plan: see `StepOnOwners`."""
+        """Does its part of `StepOnOwners.plan`."""
         found = self._found()
         cost = _COST if self.rules.cost is None else "that of the argument `cost`"
         return OwnersPlan([plan for plan, *_ in found.fleets], found.kept, cost)

@@ -1,5 +1,5 @@
-"""Chooses which rank computes the step of which whole matrix, and what that sends: a rule of shapes, the same on every
-rank.
+"""The plan of owners: which rank steps which whole matrix, and what that sends. A rule of shapes,
+the same on every rank.
 
     assign    the costliest matrix first, each to the rank with the least work; one that a rank holds whole stays there
     chunks    matrices of one rank that travel and are stepped together; as many for all ranks
@@ -141,7 +141,7 @@ class FleetPlan:
         return self._chunks[chunk].get(owner, ())
 
     def there(self, chunk: int, source: int, owner: int) -> OwnerSegment:
-        """The parts that the rank at `source` sends to `owner` before its step."""
+        """Returns what the rank at `source` sends to `owner` before its step."""
         owned = self.owned(chunk, owner)
         if source == owner or not owned:
             return OwnerSegment(0, owned, 0)
@@ -150,7 +150,7 @@ class FleetPlan:
         return OwnerSegment(head, owned, head + sum(one.nbytes(one.there, source) for one in matrices))
 
     def back(self, chunk: int, owner: int, target: int) -> OwnerSegment:
-        """The parts that `owner` sends to the rank at `target` after its step."""
+        """Returns what `owner` sends to the rank at `target` after its step."""
         owned = self.owned(chunk, owner)
         if target == owner:
             return OwnerSegment(0, owned, 0)
@@ -189,9 +189,8 @@ class FleetPlan:
 
     @property
     def bound(self) -> float:
-        """The figure that `imbalance` cannot be below, whoever owns what. Of the k * world + 1 costliest matrices some
-        rank has
-        k + 1, each at least as costly as the last of them."""
+        """The least `imbalance` that there can be, whoever owns what. Of the k * world + 1 costliest matrices some rank
+        has k + 1, each at least as costly as the last of them."""
         mean, world = sum(self.costs) / len(self.ranks), len(self.ranks)
         most = sorted(self.costs, reverse=True)
         least = ((k + 1) * most[k * world] for k in range((len(most) - 1) // world + 1))
@@ -199,7 +198,7 @@ class FleetPlan:
 
 
 class OwnersPlan:
-    """Says who steps what, and what that sends; nothing here sends. `str(plan)` is a table of matrices.
+    """The owners of all matrices, and what their steps send; nothing here sends. `str(plan)` is a table of matrices.
 
     `fleets`: one for each set of ranks. `kept`: parameters that no owner has, by name, with the rule that says so.
     """
@@ -226,7 +225,7 @@ class OwnersPlan:
         raise KeyError(title)
 
     def rows(self) -> Iterator[tuple[str, tuple[int, ...], int, float, int]]:
-        """Lines of each matrix: name, shape, owner (in the default group), cost, bytes sent there and back."""
+        """Yields of each matrix: name, shape, owner (in the default group), cost, bytes sent there and back."""
         for fleet in self.fleets:
             for matrix, owner, cost in zip(fleet.matrices, fleet.owners, fleet.costs, strict=True):
                 others = [rank for rank in range(len(fleet.ranks)) if rank != owner]
