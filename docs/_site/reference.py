@@ -43,7 +43,7 @@ API: dict[str, tuple[str, str, dict[str, tuple[str, ...]]]] = {
                 "register_fsdp_forward_method", "share_comm_ctx", "ShardPlacementResult", "DataParallelMeshDims",
             ),
             "Shard a whole model by a configuration": (
-                "prepare_fully_shard", "Prepared", "ShardingConfig", "checkpoint_activations",
+                "prepare_fully_shard", "Prepared", "ShardingConfig", "Parallelism", "checkpoint_activations",
             ),
             "Precision and offload": ("MixedPrecisionPolicy", "OffloadPolicy", "CPUOffloadPolicy", "GradScaler"),
             "Initial values": (

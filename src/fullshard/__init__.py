@@ -24,6 +24,7 @@ __all__ = [
     "MicroBatches",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
+    "Parallelism",
     "PeerFailed",
     "Prepared",
     "Program",

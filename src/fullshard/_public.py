@@ -39,6 +39,7 @@ from .extras import transfer as transfer
 from .extras import weights as weights
 from .migrate.activations import checkpoint_activations as checkpoint_activations
 from .migrate.config import ShardingConfig as ShardingConfig
+from .migrate.parallelism import Parallelism as Parallelism
 from .migrate.prepare import Prepared as Prepared
 from .migrate.prepare import prepare_fully_shard as prepare_fully_shard
 from .observe import report as report

@@ -67,7 +67,7 @@ PURE = ("fullshard.layout", "fullshard.schedule", "fullshard.see") + tuple(
 PURE += (
     "fullshard.keys",
     "fullshard.page",
-    *(f"fullshard.migrate.{name}" for name in "config levels reading verdict".split()),
+    *(f"fullshard.migrate.{name}" for name in "axes config levels parallelism reading styles verdict".split()),
 )
 PURE += tuple(f"fullshard.plan.{name}" for name in "account clock description machine page questions".split())
 PURE += ("fullshard.plan.recomputation",)
@@ -90,6 +90,7 @@ HOOKS_ALLOWED = {
     "agree/recovery.py": "counts what is loaded after a device lost a model",
     "compat/fsdp1.py": "names of a state dict that is loaded, through a wrapper that is one level more",
     "extras/replay.py": "checksums of gradients before an optimizer's step, while a step is recorded",
+    "migrate/relations.py": "compares what ranks give to a model, before its forward",
     "verify/weights.py": "for the cause of a difference: sees gradients of each rank independently of the engine",
 }
 

@@ -173,9 +173,9 @@ def can_be_one_mesh(first: DeviceMesh, second: DeviceMesh) -> bool:
     return True
 
 
-def flattened_axes(mesh: DeviceMesh) -> DeviceMesh:
-    """`mesh` flattened to one axis, in rank order. Its process group is created once per root mesh."""
-    return mesh if mesh.ndim == 1 else mesh._flatten()
+def flattened_axes(mesh: DeviceMesh, name: str | None = None) -> DeviceMesh:
+    """`mesh` flattened to one axis, in rank order, under `name`. Its process group is created once per root mesh."""
+    return mesh if mesh.ndim == 1 else mesh._flatten(name)
 
 
 def root_mesh(mesh: DeviceMesh) -> DeviceMesh:

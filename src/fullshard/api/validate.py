@@ -193,6 +193,10 @@ def _expect_device_of_this_rank(device_type: str) -> None:
         )
 
 
+# Names of axes along which parameters are cut, in torchtitan, Accelerate and NeMo.
+_SHARDING_AXES = ("dp_shard", "fsdp", "shard")
+
+
 def resolve_mesh(mesh: DeviceMesh | None) -> DeviceMesh:
     """The mesh: (shard) or (replicate, shard).
 
@@ -216,6 +220,15 @@ def resolve_mesh(mesh: DeviceMesh | None) -> DeviceMesh:
         raise AssertionError(
             f"mesh: expected names for 2 axes, of which the first replicates and the second shards, found {mesh}; "
             f"use init_device_mesh(..., mesh_dim_names=('replicate', 'shard'))"
+        )
+    names = mesh.mesh_dim_names or ()
+    if mesh.ndim == 2 and names[0] in _SHARDING_AXES:
+        warnings.warn(
+            f"mesh: expected a first axis with copies, found {names[0]!r} of {mesh.size(0)} ranks, each of which then "
+            f"has a copy of what the others have (HSDP); to shard over both axes, pass "
+            f"mesh[{', '.join(map(repr, names))}]._flatten()",
+            UserWarning,
+            stacklevel=3,
         )
     if mesh.get_coordinate() is None:
         raise ValueError(

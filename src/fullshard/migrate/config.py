@@ -1,16 +1,17 @@
 """The configuration of `prepare_fully_shard` as data: how a model is divided, sharded, filled and trained. No torch.
 
-`ShardingConfig` has one frozen dataclass per section; each key carries its meaning, its limits and its other spellings
-as field metadata. `reading` makes it from a dict or a file and prints it. Rules between keys are in
-`ShardingConfig.check`, rules that need the number of ranks in `ShardingConfig.degrees`.
+`ShardingConfig` has one frozen dataclass per section (that of [parallelism] is in `parallelism`); each key carries its
+meaning, its limits and its other spellings as field metadata. `reading` makes it from a dict or a file and prints it.
+Rules between keys are in `ShardingConfig.check`, rules that need the number of ranks in `ShardingConfig.degrees`.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from ..keys import ConfigError, invalid, setting
+from .parallelism import Parallelism, ParallelismKeys, check_keys
 
 DEFAULT, ALWAYS, NEVER, AUTO = "default", "always", "never", "auto"
 _DTYPES = ("float32", "bfloat16", "float16", "float64")
@@ -219,6 +220,7 @@ class ShardingConfig:
 
     wrap: WrapKeys = WrapKeys()
     sharding: ShardingKeys = ShardingKeys()
+    parallelism: ParallelismKeys = ParallelismKeys()
     precision: PrecisionKeys = PrecisionKeys()
     initialisation: InitialisationKeys = InitialisationKeys()
     activation_checkpointing: ActivationKeys = ActivationKeys()
@@ -242,6 +244,7 @@ class ShardingConfig:
         if (source.allow_missing or source.allow_unexpected) and source.source != "pretrained":
             raise invalid("initialisation.source", source.source, "allow_missing is about files", '"pretrained"')
         _check_degrees(sharding)
+        check_keys(self.parallelism)
         if sharding.pin_memory != ShardingKeys().pin_memory and not (
             sharding.cpu_offload or any(found.cpu_offload for found in self.override)
         ):
@@ -280,8 +283,42 @@ class ShardingConfig:
         if keys.save and not keys.recompute:
             raise invalid(f"{name}.save", keys.save, "has no effect without recompute", "recompute = true")
 
+    @property
+    def parallel(self) -> Parallelism:
+        """The degrees of all axes, and the styles of modules, as one value."""
+        keys = {key.name: getattr(self.parallelism, key.name) for key in fields(ParallelismKeys)}
+        names = "data_parallel_replicate_degree", "data_parallel_shard_degree"
+        return Parallelism(**keys, **{name: getattr(self.sharding, name) for name in names})
+
+    def with_parallel(self, plan: Parallelism) -> ShardingConfig:
+        """The same with the axes and styles of `plan`. Raises `ConfigError` where this says something else."""
+        if self.parallelism != ParallelismKeys():
+            raise ConfigError("parallelism: expected it in the configuration or as an argument, found both; leave one")
+        keys = {key.name: getattr(plan, key.name) for key in fields(ParallelismKeys)}
+        degrees = {}
+        for name in ("data_parallel_replicate_degree", "data_parallel_shard_degree"):
+            own, default = getattr(self.sharding, name), getattr(ShardingKeys(), name)
+            degrees[name] = getattr(plan, name)
+            if own not in (default, degrees[name]):
+                problem = f"the parallelism beside it has {degrees[name]}; leave one out"
+                raise invalid(f"sharding.{name}", own, problem)
+        sharding = replace(self.sharding, **degrees)
+        return replace(self, parallelism=ParallelismKeys(**keys), sharding=sharding)
+
     def degrees(self, world: int) -> tuple[int, int]:
-        """(replicate, shard) on `world` ranks. Raises `ConfigError` if they do not fit."""
+        """(replicate, shard) on `world` ranks: the ranks with copies, and those over which a parameter is cut, which
+        are those along `cp` too. Raises `ConfigError` if they do not fit."""
+        copies, shard = self._degrees(world)
+        for key, kept in self._kept():
+            if shard % kept:
+                problem = f"expected a factor of the {shard} ranks that share a copy"
+                raise invalid(key, kept, problem, _nearest_factor(kept, shard, 2) if shard > 1 else "true")
+        return copies, shard
+
+    def _degrees(self, world: int) -> tuple[int, int]:
+        if self.parallelism.beyond_data:
+            axes = self.parallel.on(world)
+            return axes.dp_replicate, axes.shards
         keys = self.sharding
         shard, copies = keys.data_parallel_shard_degree, keys.data_parallel_replicate_degree
         ranks = f"{world} rank" + ("s" if world != 1 else "")
@@ -298,10 +335,6 @@ class ShardingConfig:
         if shard * copies != world:
             problem = f"with {copies} {'copy' if copies == 1 else 'copies'} there are {shard * copies} of {ranks}"
             raise invalid("sharding.data_parallel_shard_degree", shard, problem, f"{world // copies} (or -1)")
-        for key, kept in self._kept():
-            if shard % kept:
-                problem = f"expected a factor of the {shard} ranks that share a copy"
-                raise invalid(key, kept, problem, _nearest_factor(kept, shard, 2) if shard > 1 else "true")
         return copies, shard
 
     def _kept(self) -> list[tuple[str, int]]:

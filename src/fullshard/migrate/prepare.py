@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -13,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor.parallel import loss_parallel
 
 from ..api import fully_shard, rebind_optimizer
 from ..api.validate import resolve_mesh
@@ -28,12 +31,17 @@ from ..policy.casting import Chosen as CastFn
 from ..policy.casting import check_cast_inputs, check_known_names
 from ..program import BATCH_NORM, OwnDtype, modules_of
 from .activations import checkpoint_activations
+from .axes import Axes
 from .config import AUTO, DEFAULT, Override, ShardingConfig
 from .initialise import Init, fill, send_values, source_of
+from .meshes import Meshes, build_meshes, check_mesh
+from .parallelism import Parallelism
 from .reading import read_config
+from .relations import Relations
 from .states import in_form
+from .tensor_parallel import Division, Replaced, apply_styles, divide, shape_for, shape_of
 from .ties import Tie, refuse_untied, resolve_ties
-from .tree import Tree, class_of, nearest
+from .tree import Tree, class_of, names_above, nearest
 from .wrapping import ROOT, UnitPlan, WrapFn, choose_units, inner_first
 
 # ---- the result ------------------------------------------------------------------------------------------------------
@@ -64,6 +72,7 @@ class Prepared:
     that compute in the dtype of their parameters, by `precision.keep_float32`, in units that compute in a lower one.
     uninitialised: names that nothing wrote; the first forward refuses them. optimizers: those that were given, on the
     sharded parameters. micro_batches: the `MicroBatches` of the configuration, None for whole batches.
+    axes: the axes of the parallelism, division: the style of each module, whole: the mesh of all axes.
     """
 
     model: nn.Module
@@ -77,12 +86,24 @@ class Prepared:
     uninitialised: tuple[str, ...]
     optimizers: tuple[torch.optim.Optimizer, ...]
     micro_batches: MicroBatches | None
+    axes: Axes
+    division: Division
+    whole: DeviceMesh
+
+    @property
+    def share(self) -> tuple[int, int]:
+        """Returns which share of each batch this rank gets, and how many there are: along `tp` and `cp` the same."""
+        return self.axes.share(self.whole.mesh.flatten().tolist().index(self.whole.get_rank()))
+
+    def loss_context(self) -> AbstractContextManager[Any]:
+        """Where the loss and its backward run: torch's `loss_parallel`, if logits stay cut along the vocabulary."""
+        return loss_parallel() if self.division.head else nullcontext()
 
     def state_dict(self) -> dict[str, Any]:
         """The model's state dict in the form that `config.state_dict` asks for. Collective for "full", which gathers
         one tensor after the other; with `rank0_only` the other ranks get {}."""
         keys = self.config.state_dict
-        keep = not keys.rank0_only or self.mesh.get_rank() == self.mesh.mesh.flatten()[0]
+        keep = not keys.rank0_only or self.mesh.get_rank() == self.whole.mesh.flatten()[0]
         full, state = keys.kind == "full", self.model.state_dict()
         return in_form(state, full=full, offload_to_cpu=keys.offload_to_cpu, keep=keep)
 
@@ -96,6 +117,8 @@ class Prepared:
         sizes = "x".join(map(str, self.mesh.mesh.shape))
         lines += [str(tie) for tie in self.ties]
         lines.append(f"mesh: {sizes} {self.mesh.device_type}; values: {self.source}")
+        if self.division.styles:
+            lines += [*self.axes.lines(), "layers:", *(f"  {line}" for line in self.division.lines())]
         if self.kept:
             counts = Counter(class_of(self.model.get_submodule(name)) for name in self.kept)
             shown = ", ".join(f"{count} {name}" for name, count in counts.items())
@@ -133,6 +156,7 @@ def prepare_fully_shard(
     config: ShardingConfig | Mapping[str, Any] | str | Path | None = None,
     *,
     mesh: DeviceMesh | None = None,
+    parallelism: Parallelism | Mapping[str, Any] | None = None,
     wrap_fn: WrapFn | None = None,
     init: Init | None = None,
     cast_fn: CastFn | None = None,
@@ -147,8 +171,11 @@ def prepare_fully_shard(
     optimizer: one or several that were built before; they continue with the sharded parameters (`rebind_optimizer`).
     config: a dict, the path of a TOML, JSON or YAML file, or a `ShardingConfig`; None takes the defaults: the model's
         blocks as units, all ranks, the dtypes of the parameters. docs/prepare.md lists the keys.
-    mesh: 1-D (shard) or 2-D (replicate, shard), instead of the degrees of the configuration; with tensor parallelism,
-        which has to be applied before, the data-parallel axes of its mesh.
+    mesh: 1-D (shard) or 2-D (replicate, shard), instead of the degrees of the configuration; with tensor parallelism
+        that was applied before, the data-parallel axes of its mesh; with `parallelism`, those of a mesh with its axes.
+    parallelism: the degrees of all axes and the styles of modules, instead of the section of the configuration. One
+        mesh is built; layers are divided over `tp`, before activations, sharding and the optimizer, which all may be
+        asked for in any order; what a forward gets is compared along the axes (docs/parallelism.md).
     wrap_fn: (name, module) -> True, False, or arguments of `fully_shard` as a dict, for `wrap.by = "function"`.
     init: initialises a module's own tensors, for models on the meta device (`materialize`).
     cast_fn: (name of an argument, tensor) -> whether it is cast to the compute dtype, for the units whose inputs
@@ -170,6 +197,8 @@ def prepare_fully_shard(
     expect("mesh", mesh is None or isinstance(mesh, DeviceMesh), "a DeviceMesh or None", mesh, "use init_device_mesh")
     optimizers = () if optimizer is None else tuple(expect_optimizers("optimizer", optimizer))
     config = read_config(config)
+    if parallelism is not None:
+        config = config.with_parallel(_plan(parallelism))
     _refuse_sharded(model)
     tree = Tree(model)
     plans, ties = resolve_ties(tree, choose_units(tree, config.wrap, wrap_fn), config.wrap.ties)
@@ -177,7 +206,7 @@ def prepare_fully_shard(
     overrides = _overrides_by_unit(tree, plans, config.override)
     ignored = _ignored(tree, config.wrap.ignored)
     _refuse_strangers(model, optimizers)
-    mesh = _mesh(config, mesh)
+    axes, division, (whole, mesh) = _parallel(tree, config, mesh)
     masters = _masters(model, config.precision.master, ignored)
     arguments = {plan.name: _arguments(plan, config, overrides[plan.name], mesh, ignored) for plan in plans}
     for plan in plans if cast_fn is not None else ():
@@ -188,20 +217,29 @@ def prepare_fully_shard(
     kept = _kept(tree, plans, arguments, config.precision.keep_float32, masters)
     for plan in plans:
         arguments[plan.name] |= _policy_that_keeps(arguments[plan.name]["mp_policy"], kept[plan.name])
-    source = source_of(model, config.initialisation, mesh)
+    everyone = mesh if whole is mesh else resolve_mesh(None)
+    source = source_of(model, config.initialisation, everyone)
 
     for parameter, dtype in masters.items():  # the same objects, so that ties and optimizers keep them
         parameter.data = parameter.data.to(dtype)
     checkpointed = _checkpoint(model, tree, plans, config)
     units = {tree.modules[name] for plan in plans for name in plan.modules}
+    divided, replaced = _divided_in(tree, plans, division), Replaced()
     for plan in plans:
         modules = [tree.modules[name] for name in plan.modules]
         if source in ("cpu", "mixed"):
-            send_values(tree, plan.modules, mesh, units - {*modules})
+            send_values(tree, plan.modules, everyone, units - {*modules})
+        apply_styles(tree, division, divided[plan.name], whole["tp"] if division.styles else whole, replaced)
+        if ignored:
+            successors = replaced.successors()
+            arguments[plan.name]["ignored_params"] = {successors.get(id(p), p) for p in ignored}
         fully_shard(modules[0] if len(modules) == 1 else modules, **arguments[plan.name])
     uninitialised = fill(model, source, config.initialisation, init, progress=show)
     for one in optimizers:
+        replaced.rebind(one)
         rebind_optimizer(one, model)
+    if config.parallelism.beyond_data:
+        Relations(model, axes, whole, sequence=division.sequence)
     refuse_untied(ties, model)
     prepared = Prepared(
         model,
@@ -215,8 +253,11 @@ def prepare_fully_shard(
         uninitialised,
         optimizers,
         _micro_batches(model, config),
+        axes,
+        division,
+        whole,
     )
-    if show and dist.get_rank() == mesh.mesh.flatten()[0]:
+    if show and dist.get_rank() == whole.mesh.flatten()[0]:
         print(prepared)
     return prepared
 
@@ -243,6 +284,43 @@ def _refuse_strangers(model: nn.Module, optimizers: Iterable[torch.optim.Optimiz
                 f"optimizer: expected a {type(optimizer).__name__} over parameters of this {class_of(model)}, found "
                 f"{len(given)} tensors and none of them; build it from model.parameters(), after parallelize_module"
             )
+
+
+def _plan(parallelism: Parallelism | Mapping[str, Any]) -> Parallelism:
+    if isinstance(parallelism, Parallelism):
+        return parallelism
+    return read_config({"parallelism": parallelism}).parallel
+
+
+def _parallel(tree: Tree, config: ShardingConfig, mesh: DeviceMesh | None) -> tuple[Axes, Division, Meshes]:
+    """The axes, how they divide the model, and the meshes; without axes beside those of data parallelism as ever."""
+    plan = config.parallel
+    if not config.parallelism.beyond_data:
+        data = _mesh(config, mesh)
+        copies, shard = data.size(0) if data.ndim == 2 else 1, data.size(data.ndim - 1)
+        return Axes(dp_replicate=copies, dp_shard=shard), Division({}), Meshes(data, data)
+    for name, what in (("pipeline_parallel_degree", "stages"), ("expert_parallel_degree", "experts")):
+        if getattr(plan, name) > 1:
+            raise ConfigError(
+                f"parallelism.{name} = {getattr(plan, name)}: prepare_fully_shard does not divide a model into {what} "
+                f"yet; do it in your own code, and shard with fully_shard; nearest valid: 1"
+            )
+    division = divide(tree, plan)
+    everyone = resolve_mesh(None)
+    shape = shape_for(tree, division, shape_of(tree.model))
+    axes = plan.on(everyone.size(), shape)
+    config.degrees(everyone.size())
+    return axes, division, build_meshes(axes, everyone.device_type) if mesh is None else check_mesh(mesh, axes)
+
+
+def _divided_in(tree: Tree, plans: Iterable[UnitPlan], division: Division) -> dict[str, list[str]]:
+    """The names of the divided modules in each unit, by its name: of the nearest unit around them."""
+    owners = {tree.modules[name]: plan.name for plan in plans for name in plan.modules}
+    found: dict[str, list[str]] = {name: [] for name in owners.values()}
+    for name in division.styles:
+        above = (tree.modules[outer] for outer in names_above(name))
+        found[next(owners[module] for module in above if module in owners)].append(name)
+    return found
 
 
 def _mesh(config: ShardingConfig, mesh: DeviceMesh | None) -> DeviceMesh:
@@ -455,6 +533,7 @@ def _rows(tree: Tree, plans: Iterable[UnitPlan], arguments: Mapping[str, Mapping
         plan = plan_of[unit.module]
         own = [parameters[name] for name in found.param_names]
         room = found.world * found.padded_local_numel
+        cut = sum(math.prod(param.layout.shape) for param in unit.params)  # of what this rank's tp part has
         rows.append(
             UnitRow(
                 name=plan.name,
@@ -463,7 +542,7 @@ def _rows(tree: Tree, plans: Iterable[UnitPlan], arguments: Mapping[str, Mapping
                 num_params=len(own),
                 numel=sum(p.numel() for p in own),
                 nbytes=sum(p.numel() * p.element_size() for p in own),
-                padding=1 - found.numel / room if room else 0.0,
+                padding=1 - cut / room if room else 0.0,
                 reshard_after_forward=arguments[plan.name]["reshard_after_forward"],
                 compute="+".join(found.compute_dtypes),
                 reduce="+".join(found.reduce_dtypes),

@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from ..keys import ConfigError, checked, find_key, invalid, line, names_of, show, unknown
-from .config import ALWAYS, DEFAULT, NEVER, Override, ShardingConfig
+from .config import ALWAYS, DEFAULT, NEVER, Override, ShardingConfig, ShardingKeys
 from .levels import find_level
+from .parallelism import Parallelism, ParallelismKeys, refuse_async
 
 # ---- files -----------------------------------------------------------------------------------------------------------
 
@@ -76,7 +77,7 @@ def _yaml(path: Path, text: str) -> Any:
 
 # ---- reading ---------------------------------------------------------------------------------------------------------
 
-_SECTION_SPELLINGS = {"parallelism": "sharding", "mixed_precision": "precision", "initialization": "initialisation"}
+_SECTION_SPELLINGS = {"mixed_precision": "precision", "initialization": "initialisation"}
 
 # The key that a section sets which is written short.
 _SHORT = {
@@ -132,11 +133,11 @@ def settings_of(source: Mapping[str, Any]) -> dict[str, Any]:
         if name == "override":
             settings[name] = _overrides(value)
             continue
-        section, table = _place(default, name, value)
-        given = tables.setdefault(section, {})
-        if given.keys() & table.keys():
-            raise ConfigError(f"{section}.{next(iter(given.keys() & table.keys()))}: expected once, found twice")
-        given.update(table)
+        for section, table in _places(default, name, value):
+            given = tables.setdefault(section, {})
+            if given.keys() & table.keys():
+                raise ConfigError(f"{section}.{next(iter(given.keys() & table.keys()))}: expected once, found twice")
+            given.update(table)
     for section, table in tables.items():
         found = _found(section, getattr(default, section), table)
         settings |= {f"{section}.{key}": value for key, value in found.items()}
@@ -162,6 +163,22 @@ def key_names() -> list[str]:
     return names_of((name, getattr(ShardingConfig(), name)) for name in _sections())
 
 
+def _places(config: ShardingConfig, name: object, value: Any) -> list[tuple[str, dict[str, Any]]]:
+    """The sections that the outermost entry `name` belongs to, with their tables. [parallelism] may have all degrees,
+    as torchtitan's does; those of data parallelism are kept in [sharding]."""
+    if name != "parallelism":
+        return [_place(config, name, value)]
+    if isinstance(value, ParallelismKeys):
+        changed = {key.name: getattr(value, key.name) for key in fields(value)}
+        value = {key: each for key, each in changed.items() if each != getattr(Parallelism(), key)}
+    if not isinstance(value, Mapping):
+        return [_place(config, "sharding", value)]
+    data = {"strategy"}.union(*((key.name, *key.metadata["spellings"]) for key in fields(ShardingKeys)))
+    tables = {"sharding": {k: v for k, v in value.items() if k in data}}
+    tables["parallelism"] = {k: v for k, v in value.items() if k not in data}
+    return list(tables.items())
+
+
 def _place(config: ShardingConfig, name: object, value: Any) -> tuple[str, dict[str, Any]]:
     """The section that the outermost entry `name` belongs to, and its table there."""
     section = _SECTION_SPELLINGS.get(str(name), str(name))
@@ -176,7 +193,7 @@ def _place(config: ShardingConfig, name: object, value: Any) -> tuple[str, dict[
     owners = [
         section
         for section in _sections()
-        if name == "strategy" == _SHORT[section]
+        if name == "strategy" == _SHORT.get(section)
         or any(name in (key.name, *key.metadata["spellings"]) for key in fields(getattr(config, section)))
     ]
     if len(owners) == 1:
@@ -192,6 +209,11 @@ def _found(section: str, keys: Any, table: Mapping[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, value in table.items():
         if (section, name) == ("sharding", "strategy"):
+            continue
+        if (section, name) == ("parallelism", "disable_loss_parallel"):
+            name, value = "enable_loss_parallel", value if type(value) is not bool else not value
+        if (section, name) == ("parallelism", "enable_async_tensor_parallel"):
+            refuse_async(value)
             continue
         key = _find_key(section, keys, name, value)
         if key.name in found:
@@ -219,6 +241,8 @@ def _value(name: str, key: Field[Any], value: Any) -> Any:
     """A value in the form that is kept: other spellings replaced, lists as tuples, then checked."""
     if key.name == "plan":
         return _plan(value)
+    if key.name == "styles":
+        return _styles(value)
     if "bfloat16" in key.metadata["choices"]:
         value = _dtype(value)
     spelled = _VALUES.get("sharding.reshard_after_forward" if key.name == "reshard_after_forward" else name, {})
@@ -244,6 +268,17 @@ def _plan(value: Any) -> tuple[str | tuple[str, ...], ...]:
     if not isinstance(value, (list, tuple)):
         raise invalid("wrap.plan", value, "expected a list of names and lists of names", show([str(value)]))
     return tuple(entry if isinstance(entry, str) else tuple(entry) for entry in entries)
+
+
+def _styles(value: Any) -> tuple[tuple[str, str], ...]:
+    pairs = list(value.items()) if isinstance(value, Mapping) else value
+    if not isinstance(pairs, (list, tuple)) or not all(
+        isinstance(pair, (list, tuple)) and len(pair) == 2 and all(isinstance(part, str) for part in pair)
+        for pair in pairs
+    ):
+        problem = "expected a table of names of modules with their styles"
+        raise invalid("parallelism.styles", value, problem, '{"layers.*.up" = "column"}')
+    return tuple((name, style) for name, style in pairs)
 
 
 def _of_strategy(name: object, given: Mapping[str, Any]) -> dict[str, Any]:

@@ -213,6 +213,7 @@ class Config:
 # What the trainer's model decides by itself, by section of `ShardingConfig`.
 _DECIDED = {
     "wrap": "units are the blocks of the trainer's model, and the rest",
+    "parallelism": "it trains with data parallelism alone; prepare_fully_shard has the other axes",
     "initialisation": "values are drawn from training.seed, each rank its own rows",
     "micro_batches": "set training.micro_batch and training.accumulate",
     "state_dict": "checkpoints are sharded, and model.safetensors at the end is whole",

@@ -34,6 +34,7 @@ from fullshard import (
     fully_shard,
 )
 from fullshard.migrate.config import PrecisionKeys
+from fullshard.migrate.parallelism import ModelShape
 from fullshard.train.config import Config, OptimizerKeys
 
 
@@ -173,6 +174,37 @@ class Llama(nn.Module):
         x = self.norm(x)
         # Tied: the module that owns the weight uses it twice, so no two modules share a parameter.
         return F.linear(x, self.embedding.weight) if self.output is None else self.output(x)
+
+    def parallel_styles(self, *, sequence: bool) -> dict[str, str]:
+        """How tensor parallelism divides the modules; `sequence`: between them each rank has its part of the tokens.
+
+        A tied embedding stays whole: the model reads its weight again for the logits.
+        """
+        inside = {"wq": "column", "wk": "column", "wv": "column", "wo": "row->sequence" if sequence else "row"}
+        block = {f"attention.{name}": style for name, style in inside.items()}
+        block |= {"ffn.gate": "column", "ffn.up": "column", "ffn.down": inside["wo"]}
+        # What the layers of each part read is put together, and its gradient summed, once for all of them.
+        block |= dict.fromkeys(("attention", "ffn"), "sequence->input" if sequence else "input")
+        if sequence:
+            block |= {"attention_norm": "sequence", "ffn_norm": "sequence"}
+        styles = {f"layers.*.{name}": style for name, style in block.items()}
+        if self.output is None:
+            return styles | ({"layers.0": "whole->input->sequence", "norm": "sequence->whole"} if sequence else {})
+        if sequence:
+            return styles | {"embedding": "row->sequence", "norm": "sequence", "output": "sequence->column->whole"}
+        return styles | {"embedding": "row", "output": "column->whole"}
+
+    def model_shape(self) -> ModelShape:
+        """The numbers that degrees have to divide."""
+        shape = self.shape
+        return ModelShape(
+            heads=shape.heads,
+            kv_heads=shape.kv_heads,
+            feed_forward=shape.ffn_dim,
+            vocabulary=shape.vocab,
+            sequence=shape.context,
+            layers=shape.layers,
+        )
 
     @torch.no_grad()
     def init_weights(self, seed: int = 0) -> None:

@@ -1,0 +1,134 @@
+"""Checks of what must be equal along an axis, and what must differ, while a model trains, because the plan knows axes.
+
+What a model gets is the same along `tp`, and different along the data-parallel axes. A number of 24 bits stands for all
+tensors that a forward gets; the sums of it and of its square over an axis say whether all ranks have the same one. Two
+whole numbers travel for each axis and forward: over `tp` always, over the data-parallel axes in the first two forwards.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from ..comm import all_reduce_over
+from .axes import Axes
+
+_BITS = 24
+_MIX = 0x9E3779B97F4A7C15 - (1 << 64)
+# Forwards whose inputs are compared along the data-parallel axes.
+_DATA_FORWARDS = 2
+
+
+def digest(tensors: Iterable[Tensor]) -> Tensor:
+    """(), int64: a number below 2**24 that stands for the bits of `tensors`, in their order, on their device."""
+    total: Tensor | None = None
+    for tensor in tensors:
+        words = _words(tensor)
+        places = torch.arange(1, words.numel() + 1, device=words.device)
+        own = (words * places * _MIX + words).sum() + words.numel()
+        total = own if total is None else total.to(own.device) * _MIX + own
+    if total is None:
+        return torch.zeros((), dtype=torch.int64)
+    return ((total * _MIX) >> (64 - _BITS)) & ((1 << _BITS) - 1)
+
+
+def _words(tensor: Tensor) -> Tensor:
+    tensor = tensor.detach()
+    tensor = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).contiguous().reshape(-1)
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor).reshape(-1)
+    if tensor.is_floating_point():
+        tensor = tensor.view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.itemsize])
+    return tensor.to(torch.int64)
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """The tensors of an argument, also those inside of lists, tuples and dicts."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for inner in value.values():
+            yield from tensors_in(inner)
+    elif isinstance(value, (list, tuple)):
+        for inner in value:
+            yield from tensors_in(inner)
+
+
+class Relations:
+    """The comparisons of one model, which its forwards begin with."""
+
+    def __init__(self, model: nn.Module, axes: Axes, whole: DeviceMesh, *, sequence: bool = False) -> None:
+        # sequence: whether each rank along tp has a part of the tokens between layers.
+        self.axes, self.whole, self.sequence = axes, whole, sequence
+        self.forwards = 0
+        # The sums that the last forward sent from a device, read when the next one begins.
+        self.sent: Tensor | None = None
+        self.alike = 0
+        self.handle = model.register_forward_pre_hook(self._before, with_kwargs=True)
+
+    def remove(self) -> None:
+        """End the comparisons."""
+        self.handle.remove()
+
+    def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not torch.is_grad_enabled():
+            return
+        self.forwards += 1
+        if self.sequence:
+            self._check_windows(tensors_in((args, kwargs)))
+        own = digest(tensors_in((args, kwargs)))
+        if self.axes.tp > 1:
+            sums = torch.stack([own, own * own]).to(self.whole.device_type)
+            all_reduce_over(sums, self.whole.get_group("tp"), dist.ReduceOp.SUM, "the inputs along tp")
+            if sums.device.type == "cpu":
+                self._compare(sums, "this forward")
+            else:
+                before, self.sent = self.sent, sums
+                if before is not None:
+                    self._compare(before, "the forward before this one")
+        if self.forwards <= _DATA_FORWARDS and self.axes.shares > 1:
+            self._look_at_data(own)
+
+    def _check_windows(self, tensors: Iterable[Tensor]) -> None:
+        for tensor in tensors:
+            if tensor.ndim > 1 and tensor.shape[1] % self.axes.tp:
+                nearest = max(tensor.shape[1] // self.axes.tp, 1) * self.axes.tp
+                raise ValueError(
+                    f"tp: expected sequences that its {self.axes.tp} ranks divide into equal parts, found "
+                    f"{tensor.shape[1]} tokens; pad them, or take {nearest}"
+                )
+
+    def _compare(self, sums: Tensor, when: str) -> None:
+        total, squares = sums.tolist()
+        if self.axes.tp * squares != total * total:
+            rank = self.whole.get_rank()
+            ranks = ", ".join(map(str, self.axes.group(rank, "tp")))
+            raise RuntimeError(
+                f"tp: expected the ranks {ranks} to give the model the same inputs, because they share each layer, "
+                f"found different ones in {when}; let ranks take their data by the position on the other axes "
+                f"(prepared.share), and seed what is random in it alike"
+            )
+
+    def _look_at_data(self, own: Tensor) -> None:
+        sums = torch.stack([own, own * own]).to(self.whole.device_type)
+        for name in ("dp_replicate", "dp_shard"):
+            if name in (self.whole.mesh_dim_names or ()) and getattr(self.axes, name) > 1:
+                all_reduce_over(sums, self.whole.get_group(name), dist.ReduceOp.SUM, "the inputs along data axes")
+        total, squares = sums.tolist()
+        self.alike += self.axes.shares * squares == total * total
+        if self.alike == _DATA_FORWARDS:
+            axes = " and ".join(n for n in ("dp_replicate", "dp_shard") if getattr(self.axes, n) > 1)
+            warnings.warn(
+                f"{axes}: expected the {self.axes.shares} shares of a batch to differ, found the same inputs on all "
+                f"of them in the first {_DATA_FORWARDS} forwards, which trains as one share does; give each rank its "
+                f"own (prepared.share says which)",
+                UserWarning,
+                stacklevel=2,
+            )
