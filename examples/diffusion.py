@@ -17,7 +17,9 @@ import fullshard
 from fullshard.checkpoint import get_state_dict, load, save, set_state_dict
 
 WIDTH, HEADS, SIDE, PATCH, LAYERS, TIMES = 32, 4, 8, 2, 3, 20
-KEPT = torch.cumprod(1 - torch.linspace(1e-3, 0.3, TIMES, dtype=torch.float64), 0)  # how much of an image is left at each time
+KEPT = torch.cumprod(
+    1 - torch.linspace(1e-3, 0.3, TIMES, dtype=torch.float64), 0
+)  # how much of an image is left at each time
 
 
 class Block(nn.Module):
