@@ -105,7 +105,8 @@ def test_waits_name_the_tests_that_kill_them() -> None:
 
 def test_the_document_counts() -> None:
     """Every end of a wait has its line; of rules those that survived."""
-    rule, guard = MUTATIONS[0], next(mutation for mutation in MUTATIONS if mutation.tests)
+    rule = MUTATIONS[0]
+    guard = next(mutation for mutation in MUTATIONS if mutation.tests and mutation.file != rule.file)
     killed = mutate.Outcome(guard, "killed", "tests/pure/test_x.py::test_y - AssertionError", 1.0)
     text = mutate.document([killed, mutate.Outcome(rule, "survived", "", 1.0), killed._replace(mutation=rule)])
     assert "\n2 of 3 killed. " in text and f"| `{rule.file}` | 1 | 2 |" in text
