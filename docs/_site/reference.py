@@ -50,7 +50,8 @@ API: dict[str, tuple[str, str, dict[str, tuple[str, ...]]]] = {
                 "materialize", "load_pretrained", "mark_initialized", "mark_restored", "sync_module_states",
             ),
             "Optimizers and gradients": (
-                "clip_grad_norm_", "grad_stats", "step_on_shards", "step_on_owners", "rebind_optimizer", "step_in_backward",
+                "clip_grad_norm_", "grad_stats", "step_on_shards", "step_on_owners", "rebind_optimizer",
+                "step_in_backward",
             ),
             "Full parameters": ("full_params", "unit_open"),
             "Averages": ("average",),
