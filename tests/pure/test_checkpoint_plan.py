@@ -3,9 +3,11 @@ are compared with torch's own arithmetic for DTensors."""
 
 from __future__ import annotations
 
+import gc
 import itertools
 import math
 import random
+import threading
 from typing import Any
 
 import pytest
@@ -22,6 +24,7 @@ from fullshard.checkpoint.plan import (
     row_major,
     takes,
     together,
+    uncollected,
     whole,
 )
 
@@ -183,3 +186,27 @@ def test_groups_of_stages_become_those_of_one_optimizer() -> None:
 def test_two_ranks_that_name_one_parameter_have_one_stage_and_differ(values: list[Any]) -> None:
     with pytest.raises(ValueError, match="same"):
         together(values)
+
+
+def test_the_collector_is_off_during_a_plan_and_as_it_was_after() -> None:
+    was = gc.isenabled()
+    try:
+        for enabled in (True, False):
+            (gc.enable if enabled else gc.disable)()
+            with pytest.raises(ZeroDivisionError), uncollected():
+                assert not gc.isenabled()
+                raise ZeroDivisionError
+            assert gc.isenabled() is enabled
+        gc.enable()
+        found: list[bool] = []
+
+        def beside() -> None:
+            with uncollected():
+                found.append(gc.isenabled())
+
+        thread = threading.Thread(target=beside)
+        thread.start()
+        thread.join()
+        assert found == [True], "another thread leaves it to the program"
+    finally:
+        (gc.enable if was else gc.disable)()

@@ -32,7 +32,7 @@ from typing import Any, NamedTuple, NoReturn, TypeAlias, TypeVar
 
 from ..layout import itemsize, known_dtypes
 from .errors import CheckpointDamaged
-from .plan import Box, KeyPath, TensorSpec, coverage_problem, key_of, whole
+from .plan import Box, KeyPath, TensorSpec, coverage_problem, key_of, uncollected, whole
 from .rules import Held, Layout, Listed, from_json, to_json
 from .safetensors import name_of
 from .table import OldTable, Place
@@ -77,7 +77,7 @@ class TensorEntry(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        return self.spec.nbytes
+        return math.prod(self.shape) * itemsize(self.dtype)
 
     def parts(self, wanted: Box | None = None) -> list[tuple[int, Box]]:
         """The parts that have elements in `wanted` (default: all), each with the rank that wrote it."""
@@ -180,6 +180,7 @@ def is_save_id(text: object) -> bool:
 # ---- writing ---------------------------------------------------------------------------------------------------
 
 
+@uncollected()
 def to_bytes(manifest: Manifest) -> bytes:
     """The manifest as file contents, of the newest schema."""
     ids = dict(format=FORMAT, schema=SCHEMA, save_id=manifest.save_id)
@@ -250,6 +251,7 @@ def _no_constant(text: str) -> NoReturn:
     raise ValueError(f"{text}, which is not JSON")
 
 
+@uncollected()
 def parse(data: bytes, where: str) -> Manifest:
     """The manifest that `to_bytes` wrote, or one of schema 1. `where` is its file, for errors.
 

@@ -19,6 +19,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import cached_property
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 from ..layout import itemsize
@@ -36,6 +37,7 @@ from .plan import (
     is_grouping,
     key_of,
     matches,
+    uncollected,
     whole,
 )
 from .rules import Layout, Rule, boxes_of, compact, expanded, from_json, joined, listed, on, to_json
@@ -88,6 +90,7 @@ class Declaration(NamedTuple):
         return {**self.structure, "values": self.values}
 
 
+@uncollected()
 def declare(
     own: Sequence[Own],
     values: Iterable[tuple[KeyPath, str]],
@@ -98,8 +101,7 @@ def declare(
     """The declaration of a rank of `world` that holds `own`. `apart`: keys of tensors that have files of their own."""
     apart, rules, tensors = frozenset(apart), dict[Rule, int](), list[list[Any]]()
     regular = True
-    for one in sorted(own, key=lambda one: key_of(one.path)):
-        key = key_of(one.path)
+    for key, one in sorted(((key_of(one.path), one) for one in own), key=itemgetter(0)):
         held: Any = None if one.rule is None else rules.setdefault(one.rule, len(rules))
         if not one.is_regular:
             held, regular = {"box": one.box, "around": one.around}, False
@@ -202,6 +204,7 @@ class Plan:
         return cls(world, entries, values, computed, frozenset(raw["first"]))
 
 
+@uncollected()
 def plan_of(declaration: Declaration) -> Plan:
     """The plan where all ranks declare the same."""
     structure = declaration.structure
@@ -228,8 +231,14 @@ def arranged(tensors: Iterable[tuple[TensorSpec, Layout, bool, bool]]) -> dict[s
     >>> [entry.replica for entry in arranged((one, on(range(2)), False, False) for one in spec).values()]
     [0, 0, 1, 1]
     """
-    order = sorted(tensors, key=lambda one: (one[2], one[0].key))
-    largest = [rule.largest(spec.shape) * itemsize(spec.dtype) for spec, rule, _, _ in order]
+    keyed = sorted(((one[2], one[0].key, one) for one in tensors), key=itemgetter(0, 1))
+    keys, order = [key for _, key, _ in keyed], [one for _, _, one in keyed]
+    sizes: dict[tuple[int, tuple[int, ...]], int] = {}
+    largest = []
+    for spec, rule, _, _ in order:
+        if (id(rule), spec.shape) not in sizes:
+            sizes[id(rule), spec.shape] = rule.largest(spec.shape)
+        largest.append(sizes[id(rule), spec.shape] * itemsize(spec.dtype))
     total: dict[tuple[Layout, bool], int] = {}
     for (_, rule, apart, _), nbytes in zip(order, largest, strict=True):
         total[rule, apart] = total.get((rule, apart), 0) + nbytes
@@ -238,7 +247,7 @@ def arranged(tensors: Iterable[tuple[TensorSpec, Layout, bool, bool]]) -> dict[s
     volume, kind = 0, False
     filled: dict[tuple[Layout, int], int] = {}  # bytes in this volume, of each replica of a rule
     most: dict[Layout, int] = {}  # of a rule, the most of one replica
-    for (spec, rule, apart, first), nbytes in zip(order, largest, strict=True):
+    for key, (spec, rule, apart, first), nbytes in zip(keys, order, largest, strict=True):
         replica = 0
         if rule.num_replicas > 1 and total[rule, apart]:
             count = min(rule.num_replicas, -(-total[rule, apart] // SHARED_NBYTES))
@@ -254,7 +263,7 @@ def arranged(tensors: Iterable[tuple[TensorSpec, Layout, bool, bool]]) -> dict[s
         kind = apart
         if nbytes:
             filled[rule, replica], most[rule] = here, max(here, most.get(rule, 0))
-        found[spec.key] = TensorEntry(*spec, rule, replica, volume)
+        found[key] = TensorEntry(*spec, rule, replica, volume)
     return dict(sorted(found.items()))
 
 
@@ -299,46 +308,51 @@ class Share(NamedTuple):
         return [sum(self.place[i].entry.nbytes for i in indices) for indices in self.write.values()]
 
 
+@uncollected()
 def share_of(plan: Plan, own: Sequence[Own], rank: int) -> Share:
     """The work of `rank`, which holds `own`. Raises `CheckpointError` if that is not what the plan was made for."""
     write: dict[int, list[int]] = {}
     place: dict[int, FilePart] = {}
     replicated: dict[tuple[int, int], list[int]] = {}
-    boxes: dict[tuple[int, tuple[int, ...]], tuple[int, int, Box] | None] = {}
+    # Of each rule and shape: the replica and part that this rank has, its box, and how many ranks have the same.
+    boxes: dict[tuple[int, tuple[int, ...]], tuple[int, int, Box, int] | None] = {}
     numbers = {key: number for number, key in enumerate(plan.entries)}
+    keys = list(plan.entries)
     by_id = {id(rule): number for rule, number in plan.rules.items()}
     found: list[tuple[int, int, TensorEntry]] = []
     for index, one in enumerate(own):
         key = key_of(one.path)
-        entry = plan.entries.get(key) or plan.entries.get(f"{key}.{REST}")
-        if entry is not None:
-            found.append((numbers[entry.key], index, entry))
+        number = numbers.get(key)
+        if number is None:
+            number = numbers.get(f"{key}.{REST}")
+        if number is not None:
+            found.append((number, index, plan.entries[keys[number]]))
         elif one.box is not None and one.box.numel:
             raise _stale(key, None, one.box)
-    for _, index, entry in sorted(found):
-        one, rule = own[index], entry.rule
+    for at_key, index, entry in sorted(found, key=itemgetter(0, 1)):
+        key, one, rule = keys[at_key], own[index], entry.rule
         number = by_id.get(id(rule))
         if number is None:
             number = by_id[id(rule)] = plan.rules[rule]
         if (number, entry.shape) not in boxes:
             at = rule.place_of(rank)
-            boxes[number, entry.shape] = at and (*at, rule.box(entry.shape, at[1]))
+            boxes[number, entry.shape] = at and (*at, rule.box(entry.shape, at[1]), len(rule.holders(at[1])))
         mine = boxes[number, entry.shape]
         expected = None if mine is None else mine[2]
         # Those inside of others, and what is left beside them, are at places that their rank does not know.
         exact = one.around is None and entry.path == one.path
         fits = expected == one.box if exact else (expected and expected.lengths) == (one.box and one.box.lengths)
         if not fits and not (_is_empty(expected) and _is_empty(one.box)):
-            raise _stale(entry.key, expected, one.box)
+            raise _stale(key, expected, one.box)
         if one.dtype != entry.dtype:
-            raise CheckpointError(f"{entry.key}: expected {entry.dtype} by the plan of this save, found {one.dtype}")
+            raise CheckpointError(f"{key}: expected {entry.dtype} by the plan of this save, found {one.dtype}")
         if mine is None or expected is None or not expected.numel:
             continue
-        replica, part, _ = mine
-        place[index] = FilePart(entry.key, entry.dtype, itemsize(entry.dtype), entry.shape, expected)
+        _, part, _, holders = mine
+        place[index] = FilePart(key, entry.dtype, itemsize(entry.dtype), entry.shape, expected)
         if rank == rule.writer(part, entry.replica):
             write.setdefault(entry.volume, []).append(index)
-        if entry.key not in plan.first and len(rule.holders(part)) > 1:
+        if holders > 1 and key not in plan.first:
             replicated.setdefault((number, part), []).append(index)
     return Share(dict(sorted(write.items())), place, replicated)
 
