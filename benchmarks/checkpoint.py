@@ -20,7 +20,8 @@ checksums nor without fsync is a setting; both are for this benchmark.
 `resident` is the share of the files' pages that were still there. `blocked` is how long async_save keeps the caller,
 `saved` until the save has ended. `written` are the bytes of the files. `mem` is what resident memory of a rank rises
 to above what it was before, at most, in any round: memory that is kept from one save to the next counts in the first.
-MiB/s are those of all ranks together; cpu_s are CPU seconds of the first rank, which a busy machine changes least.
+The pages of files that a load maps count in it, though they are those of the page cache. MiB/s are those of all ranks
+together; cpu_s are CPU seconds of the first rank, which a busy machine changes least, and `faults` its minor faults.
 Medians over interleaved rounds. What is loaded is compared with what was saved.
 """
 
@@ -31,6 +32,7 @@ import contextlib
 import ctypes
 import mmap
 import os
+import resource
 import shutil
 import statistics
 import tempfile
@@ -270,7 +272,7 @@ def timed(call: Callable[[], Any]) -> tuple[float, Any]:
 
 
 class Peak:
-    """How far resident memory rose within the block, in bytes, and the CPU seconds of all threads of this process."""
+    """How far resident memory rose within the block, in bytes, and the CPU seconds and minor faults of this process."""
 
     def __enter__(self) -> Peak:
         # What was freed goes back first, or it would hide what is taken now.
@@ -278,12 +280,16 @@ class Peak:
         with open("/proc/self/clear_refs", "w") as file:
             file.write("5")  # the high-water mark begins anew
         self._before = _status("VmRSS")
-        self._cpu = time.process_time()
+        self._cpu, self._faults = time.process_time(), _faults()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.cpu = time.process_time() - self._cpu
+        self.cpu, self.faults = time.process_time() - self._cpu, _faults() - self._faults
         self.nbytes = max(_status("VmHWM") - self._before, 0)
+
+
+def _faults() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 
 
 def _status(name: str) -> int:
@@ -292,18 +298,18 @@ def _status(name: str) -> int:
     return int(line.split()[1]) * 1024
 
 
-Found = dict[str, tuple[float, int, float]]
+Found = dict[str, tuple[float, int, float, int]]
 
 
 def once(way: Way, state: dict[str, Any], other: dict[str, Any]) -> tuple[Found, dict[str, float]]:
     """One save, loads from a warm and a cold page cache, and a save in the background: for each part seconds, bytes of
-    memory and CPU seconds; and the bytes of the files, and the share of pages that a cold load found."""
+    memory, CPU seconds and minor faults; and the bytes of the files, and the share of pages that a cold load found."""
     found: Found = {}
 
     def note(part: str, call: Callable[[], Any]) -> Any:
         with Peak() as peak:
             taken, result = timed(call)
-        found[part] = (taken, peak.nbytes, peak.cpu)
+        found[part] = (taken, peak.nbytes, peak.cpu, peak.faults)
         return result
 
     note("save", lambda: way.save(state))
@@ -323,8 +329,8 @@ def once(way: Way, state: dict[str, Any], other: dict[str, Any]) -> tuple[Found,
         if future is not None:
             future.result()
     if future is not None:
-        found["blocked"] = (taken, peak.nbytes, peak.cpu)
-        found["saved"] = (time.perf_counter() - begun, peak.nbytes, peak.cpu)
+        found["blocked"] = (taken, peak.nbytes, peak.cpu, peak.faults)
+        found["saved"] = (time.perf_counter() - begun, peak.nbytes, peak.cpu, peak.faults)
     return found, facts
 
 
@@ -351,12 +357,13 @@ def measure(rank: int, world: int, parent: str, mebibytes: int, rounds: int) -> 
                 shutil.rmtree(folder)
             table = made.setdefault("synced" if synced else "unsynced", {}).setdefault(name, {"facts": []})
             table["facts"].append(facts)
-            for part, (seconds, nbytes, cpu) in found.items():
-                row = table.setdefault(part, {"seconds": [], "nbytes": [], "cpu": []})
+            for part, (seconds, nbytes, cpu, faults) in found.items():
+                row = table.setdefault(part, {"seconds": [], "nbytes": [], "cpu": [], "faults": []})
                 row["nbytes"].append(nbytes)
                 if current:  # the first round makes buffers, groups and files
                     row["seconds"].append(seconds)
                     row["cpu"].append(cpu)
+                    row["faults"].append(faults)
     return made
 
 
@@ -368,7 +375,8 @@ def report(mebibytes: int, world: int, answers: list[dict[str, Any]]) -> dict[st
     results: dict[str, Any] = {"mebibytes": mebibytes, "world": world}
     for durable, text in (("synced", "written through to the disk (fsync)"), ("unsynced", "without fsync")):
         print(f"\n{mebibytes} MiB over {world} ranks, {text}; medians")
-        head = "save_s MiB/s to_dcp cpu_s warm_s to_dcp cpu_s cold_s to_dcp resident blocked_s to_dcp saved_s written"
+        head = "save_s MiB/s to_dcp cpu_s warm_s to_dcp cpu_s faults cold_s to_dcp cpu_s faults resident"
+        head += " blocked_s to_dcp saved_s written"
         head += " mem_save mem_warm mem_async"
         print(f"  {'':13}" + "".join(f"{name:>11}" for name in head.split()))
         results[durable] = {}
@@ -392,12 +400,13 @@ def figures(way: str, answers: list[dict[str, Any]], durable: str) -> dict[str, 
     """Medians of one way: seconds, ratios to DCP at the same durability, CPU seconds, memory of the largest rank."""
     rows = [answer[durable][way] for answer in answers]
     theirs = answers[0][durable]["dcp"]
-    row: dict[str, Any] = {"seconds": {}, "to_dcp": {}, "cpu_seconds": {}, "extra_nbytes": {}}
+    row: dict[str, Any] = {"seconds": {}, "to_dcp": {}, "cpu_seconds": {}, "faults": {}, "extra_nbytes": {}}
     for part in PARTS:
         if part in rows[0]:
             row["seconds"][part] = statistics.median(rows[0][part]["seconds"])
             row["to_dcp"][part] = paired_ratio(rows[0][part]["seconds"], theirs[part]["seconds"])
             row["cpu_seconds"][part] = statistics.median(rows[0][part]["cpu"])
+            row["faults"][part] = statistics.median(rows[0][part]["faults"])
             row["extra_nbytes"][part] = max(max(each[part]["nbytes"]) for each in rows)
     facts = rows[0]["facts"]
     row["written_nbytes"] = facts[-1]["written"]
@@ -414,7 +423,9 @@ def _cells(row: dict[str, Any], mebibytes: int) -> list[str]:
 
     cells = [shown("seconds", "save"), f"{mebibytes / row['seconds']['save']:.0f}", shown("to_dcp", "save", ".2f")]
     cells += [shown("cpu_seconds", "save"), shown("seconds", "warm"), shown("to_dcp", "warm", ".2f")]
-    cells += [shown("cpu_seconds", "warm"), shown("seconds", "cold"), shown("to_dcp", "cold", ".2f")]
+    cells += [shown("cpu_seconds", "warm"), shown("faults", "warm", ".0f")]
+    cells += [shown("seconds", "cold"), shown("to_dcp", "cold", ".2f")]
+    cells += [shown("cpu_seconds", "cold"), shown("faults", "cold", ".0f")]
     cells += [f"{row['resident']:.0%}", shown("seconds", "blocked"), shown("to_dcp", "blocked", ".2f")]
     cells += [shown("seconds", "saved"), f"{row['written_nbytes'] / 2**20:.1f}MiB"]
     return [*cells, *(memory(part) for part in ("save", "warm", "blocked"))]

@@ -262,3 +262,22 @@ def test_a_file_that_another_rank_wrote_and_this_one_does_not_see(tmp_path: Path
     with pytest.raises(CheckpointError, match="the directory must be one that all ranks share"):
         saving.sizes(["data-00001.safetensors"])
     saving.end()
+
+
+@pytest.mark.parametrize("count", [3, 200])
+def test_sizes_of_few_and_of_many_files(count: int, tmp_path: Path) -> None:
+    """In the order of the names; of several that are missing the first is named, and no link is followed."""
+    saving = Saving.begin(str(tmp_path / "c"), A)
+    folder = tmp_path / "c" / saving.name
+    names = [f"data-{number:05d}.safetensors" for number in range(count)]
+    for number, name in enumerate(names):
+        (folder / name).write_bytes(bytes(number))
+    assert saving.sizes(names) == list(range(count)) and saving.sizes([]) == []
+    (folder / names[1]).unlink()
+    (folder / names[-1]).unlink()
+    with pytest.raises(CheckpointError, match=rf"{names[1]}: expected the file that another rank wrote, found none"):
+        saving.sizes(names)
+    (folder / names[1]).symlink_to(folder / names[0])
+    with pytest.raises(CheckpointDamaged, match="expected a plain file"):
+        saving.sizes(names)
+    saving.end()

@@ -18,6 +18,7 @@ import logging
 import os
 import re
 import stat
+import threading
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -32,6 +33,8 @@ NEXT_POINTER = ".CURRENT.next"
 _SAVING = ".saving-"
 _GENERATION = re.compile(r"g([0-9]{6,12})-([0-9a-f]{32})", re.ASCII)
 _POINTER_NBYTES = 4096
+# From how many files on their sizes are asked for by several threads, and how many those are.
+_MANY, _LOOKS = 64, 16
 
 _log = logging.getLogger("fullshard")
 
@@ -186,18 +189,36 @@ class Saving:
         refuse(self._folder.path, found)
 
     def sizes(self, names: list[str]) -> list[int]:
-        """Sizes of the files that ranks reported as written, as this rank sees them."""
+        """Sizes of the files that ranks reported as written, as this rank sees them; of many, several at a time: on a
+        network each is a question to the server."""
+        sizes, errors = [0] * len(names), dict[int, Exception]()
         with self._folder.sub(self.name) as saving:
-            sizes = []
-            for name in names:
-                try:
-                    sizes.append(saving.nbytes(name))
-                except FileNotFoundError:
-                    raise CheckpointError(
-                        f"{saving.path}/{name}: expected the file that another rank wrote, found none: "
-                        f"the directory must be one that all ranks share"
-                    ) from None
-            return sizes
+
+            def look(first: int, step: int) -> None:
+                for index in range(first, len(names), step):
+                    try:
+                        sizes[index] = saving.nbytes(names[index])
+                    except Exception as error:
+                        errors[index] = error
+                        return
+
+            if len(names) < _MANY:
+                look(0, 1)
+            else:
+                threads = [threading.Thread(target=look, args=(n, _LOOKS), daemon=True) for n in range(_LOOKS)]
+                for thread in threads:
+                    thread.start()
+                for thread in threads:
+                    thread.join()
+        if errors:
+            index, error = min(errors.items())
+            if not isinstance(error, FileNotFoundError):
+                raise error
+            raise CheckpointError(
+                f"{saving.path}/{names[index]}: expected the file that another rank wrote, found none: "
+                f"the directory must be one that all ranks share"
+            )
+        return sizes
 
     def commit(self, manifest: bytes) -> str:
         """Make the save the checkpoint; returns the path of its generation. Its files are written and synced."""
