@@ -158,8 +158,9 @@ def load(
     """Load the checkpoint in `checkpoint_id` into `state_dict`, in place; every rank of `process_group` calls it.
 
     Tensors are written in place, in any placement and on any number of ranks; values are replaced. Everything is read
-    and checked before anything is written: on an error, which all ranks raise, nothing has changed. Meanwhile it needs
-    host memory for this rank's part of the state.
+    and checked before anything is written: on an error, which all ranks raise, nothing has changed. Meanwhile
+    this rank's part of the files is in locked pages of the page cache, or, where pages cannot be locked (`ulimit -l`,
+    network file systems), in host memory of its own.
 
     cast: floating tensors may be stored in another floating dtype
     allow_missing, allow_unexpected: keys of the state that may be absent from the checkpoint, and the reverse;
