@@ -478,6 +478,11 @@ def test_what_is_said_about_units_in_another_order() -> None:
     )
     unknown = questions[0]._replace(expected=None)
     assert "as in the steps before" not in deviation(unknown, [0], 1)
+    # Where nothing was expected, the other rank's place is what the asking ranks are to come to.
+    assert deviation(unknown, [0], 1, "the end of a guarded block") == (
+        "unit2: expected rank 0 in the end of a guarded block (as rank 1), found rank 0 about to gather the parameters "
+        "of unit2 (float32*48); make all ranks take the same calls in the same order"
+    )
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import json
 import logging
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -569,12 +569,15 @@ def test_who_waits_for_the_reason_of_a_closed_connection_waits_for_a_moment(two:
 
 
 def test_a_question_has_its_own_words_for_ranks_that_wait_elsewhere(two: Simulation) -> None:
+    def explained(asked: str, asking: Sequence[int], here: int, where: str) -> str:
+        return f"{asking} asked {asked}, rank {here} was in {where}"
+
     for scope in two.scopes:
-        scope.explained_by["order"] = lambda asked, asking, here: f"{asking} asked {asked}, rank {here} did not"
+        scope.explained_by["order"] = explained
     two.start(0, lambda: two.scopes[0].agree("order", "unshard layers.4"))
     two.wait_for_message([1])
     two.run(10)
-    assert str(two.raised[0]) == "[0] asked unshard layers.4, rank 1 did not"
+    assert str(two.raised[0]) == f"[0] asked unshard layers.4, rank 1 was in {GATHER}"
 
 
 def test_faults_of_epochs_that_are_over_are_not_told_again(two: Simulation) -> None:

@@ -276,10 +276,10 @@ def disagreement(questions: Mapping[int, Question]) -> str:
     )
 
 
-def deviation(question: Question, asking: Sequence[int], here: int) -> str:
-    """The error on rank `here`, which waits for a message: ranks `asking` asked at a place that it has passed."""
+def deviation(question: Question, asking: Sequence[int], here: int, where: str = "") -> str:
+    """The error on rank `here`, which waits in `where`: ranks `asking` asked at a place that it has passed."""
     expected = question.expected
-    as_before = "to continue as before"
+    as_before = f"in {where}" if where else "to continue as before"
     if expected is not None:
         as_before = f"to {phrase(expected)}, as in the steps before"
     advice = _advice(expected, [question.action]) if expected is not None else _advice(question.action, [])
@@ -374,4 +374,6 @@ def _advice(usual: Action, others: Sequence[Action]) -> str:
             "multiplies what it gives by 0), or mark what only some ranks run by fully_shard(module, optional=True), "
             "and run it at its place in the order of modules"
         )
+    if not others:
+        return "make all ranks take the same calls in the same order"
     return "give the parameters of this module the same dtype, requires_grad and settings on all ranks"

@@ -419,12 +419,12 @@ class MeshLedger:
         return {name: parameter for name, parameter in found.items() if id(parameter) not in ours}
 
 
-def _asked_alone(text: str, asking: Sequence[int], here: int) -> str:
-    """The error text of rank `here`, which sends a message while ranks `asking` compare the statements of `text`."""
+def _asked_alone(text: str, asking: Sequence[int], here: int, where: str) -> str:
+    """The error text of rank `here`, which waits in `where` while ranks `asking` compare the statements of `text`."""
     done: list[str] = []
     with suppress(ValueError):  # cut short
         done = [one.name for one in loads(text) if one.place == CALL and one.facts]
     return (
         f"calls since the last comparison: expected the same on every rank, found {shown_ranks(asking)} comparing "
-        f"facts ({', '.join(done) or 'settings that changed'}) and rank {here} continuing; {ADVICE['calls']}"
+        f"facts ({', '.join(done) or 'settings that changed'}) and rank {here} in {where}; {ADVICE['calls']}"
     )

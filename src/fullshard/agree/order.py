@@ -15,7 +15,7 @@ from ..engine.unit import Unit
 from ..peers import RanksDisagree, Scope, scope_of
 from .differences import deviation, disagreement, phrase
 from .ledger import Action, Order, Program, program_of, read_question
-from .recovery import lost_error
+from .recovery import TOGETHER, lost_error
 
 _QUESTION = "order"
 
@@ -26,8 +26,8 @@ def order_on(scope: Scope) -> Program:
     return program_of(scope)
 
 
-def _while_waiting(question: str, asking: Sequence[int], here: int) -> str:
-    return deviation(read_question(question), asking, here)
+def _while_waiting(question: str, asking: Sequence[int], here: int, where: str) -> str:
+    return deviation(read_question(question), asking, here, where)
 
 
 def _explained(answers: dict[int, str]) -> str:
@@ -36,7 +36,9 @@ def _explained(answers: dict[int, str]) -> str:
     others = [rank for rank in answers if rank not in ordered]
     if ordered and others:  # the others ask about something else than the order of messages
         question = next(iter(ordered.values()))
-        return _while_waiting(question, [rank for rank, text in ordered.items() if text == question], others[0])
+        asking = [rank for rank, text in ordered.items() if text == question]
+        other, _, value = answers[others[0]].partition(": ")
+        return _while_waiting(question, asking, others[0], value if other == TOGETHER else other)
     return disagreement({rank: read_question(text) for rank, text in answers.items()})
 
 

@@ -38,7 +38,7 @@ from .ledger import HALF, program_of
 
 # ---- peers -----------------------------------------------------------------------------------------------------------
 # The question of ranks that synchronise through the store.
-_TOGETHER = "what ranks come together for"
+TOGETHER = "what ranks come together for"
 
 
 class Peers:
@@ -106,7 +106,7 @@ class Peers:
             try:
                 # By a collective if there are connections on the host, else through the store.
                 if not alike(scope, what):
-                    answers = scope.agree(_TOGETHER, what)
+                    answers = scope.agree(TOGETHER, what)
                     if answers is not None:
                         raise RanksDisagree(_elsewhere(what, answers), what=what, by_rank=answers)
             finally:
@@ -146,7 +146,7 @@ class Peers:
 def _elsewhere(what: str, answers: dict[int, str]) -> str:
     # An answer reads "question: text"; the text may be a digest.
     asked = variants({rank: answer.partition(": ")[0] for rank, answer in answers.items()})
-    found = " and ".join(f"{shown_ranks(ranks)} at {what if one == _TOGETHER else one}" for one, ranks in asked.items())
+    found = " and ".join(f"{shown_ranks(ranks)} at {what if one == TOGETHER else one}" for one, ranks in asked.items())
     return f"expected all ranks at {what}, found {found}; make all ranks take the same calls in the same order"
 
 

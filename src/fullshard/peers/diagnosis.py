@@ -547,7 +547,7 @@ class Leader:
                 ]
                 others = [other for other in sorted(found) if other not in asking]
                 if others:
-                    return explain(wait["also"], asking, others[0])
+                    return explain(wait["also"], asking, others[0], found[others[0]].said["wait"]["what"])
         return None
 
     def _deliver(self, scope: Scope, fault: Fault, now: float) -> None:

@@ -71,7 +71,8 @@ def _refuse_by_its_own_words(scope: Scope, answer: dict[int, str]) -> None:
         asking = [rank for rank, told in answer.items() if told.startswith(f"{asked}: ")]
         others = [rank for rank in answer if rank not in asking]
         if asking and others:
-            text = explain(answer[asking[0]].removeprefix(f"{asked}: "), asking, others[0])
+            where = answer[others[0]].partition(": ")[0]
+            text = explain(answer[asking[0]].removeprefix(f"{asked}: "), asking, others[0], where)
             raise RanksDisagree(text, what=asked, by_rank=answer)
 
 
@@ -164,8 +165,9 @@ class Scope:
         # One word that each rank reports in a meeting; and the ranks by word of the last meeting.
         self.state: Callable[[], str] = lambda: ""
         self.states: dict[str, list[int]] = {}
-        # The error text, by question, if ranks wait for each other while some of them ask it.
-        self.explained_by: dict[str, Callable[[str, Sequence[int], int], str]] = {}
+        # The error text, by question, if ranks wait for each other while some of them ask it: of the value, the ranks
+        # that ask, another rank, and where that one waits.
+        self.explained_by: dict[str, Callable[[str, Sequence[int], int, str], str]] = {}
 
     @property
     def rank(self) -> int:
