@@ -76,7 +76,8 @@ def next_in_backward(run: RunRecord, unit: UnitRecord) -> Sequence[UnitRecord]:
         return ()
     position = unit.uses.pop()
     # With optional units not into an older forward: some ranks come here before its units are freed, others after that.
-    start = max((start for start in run.owed.optional.starts if start <= position), default=0)
+    starts = run.owed.optional.starts
+    start = max((start for start in starts if start <= position), default=0) if starts else 0
     if run.prefetch_nbytes is not None:
         ahead = [u for u in reversed(run.order[start:position]) if u.plan.gathers_in_backward]
         return within(ahead, run.prefetch_nbytes)

@@ -76,7 +76,8 @@ def pre_forward(
         if run.open_passes:
             _close_passes(run, but=unit)
         begin_forward(run, unit)
-        optional.begin_outermost(run, unit, grad=grad)
+        if unit.joining is not None:
+            optional.begin_outermost(run, unit, grad=grad)
     unit.phase = Phase.FORWARD
     unit.pins.running = True
     if stale:
@@ -119,7 +120,7 @@ def post_forward(
                 unit.pins.running = False
                 _end_use(run, unit, commands, outputs=outputs, placed=True)
         return commands
-    if not in_backward:
+    if unit.joining is not None and not in_backward:
         # [R42] ... and at the latest here.
         for other in optional.skipped_below(run, unit):
             _skip(run, other, commands)
@@ -191,13 +192,14 @@ def pre_backward(
     """`use`: the forward whose backward begins, if known. `create_graph`: the backward records a graph, whose own
     backward will need the weights again. `needed`: a saved weight is about to be read."""
     commands: Commands = []
-    _join_backward(run, unit, commands, use, create_graph=create_graph)
+    if unit.joining is not None:
+        _join_backward(run, unit, commands, use, create_graph=create_graph)
     run.in_backward = True
     if run.ending.active is None:
         run.ending.active = run.ending.manual
     run.keep_full = run.keep_full or create_graph
     unit.in_backward = True
-    late = optional.sends_at_end(unit)
+    late = unit.joining is not None and optional.sends_at_end(unit)
     if not unit.empty and not late:
         # [R29] Due messages go before any gather, on every rank, whether or not all gradients arrived.
         _send(run, visit(run, unit, use), commands, "R29")
@@ -242,14 +244,7 @@ def backward_end(run: RunRecord, root: UnitRecord, present: Sequence[bool], *, s
     commands: Commands = []
     if run.open_passes:
         _close_passes(run)
-    if not run.in_backward:
-        optional.begin_visits(run)
-    left = optional.left_at_end(run)
-    for other, use in left:
-        if not optional.sends_at_end(other):
-            # [R45] What this rank's backward did not visit.
-            _visit_absent(run, other, use, commands)
-    sent = [command.unit for command in commands if command.kind in _SENDING]
+    sent, last = _join_at_end(run, commands) if root.joining is not None else ([], ())
     owing = end_sending(run)
     # [R31] Weights that a graph without reports will read are shelved until its backward.
     aside = [unit for unit in run.units if settle_pins(run, unit, spent=spent, present=present[unit.index])]
@@ -257,7 +252,7 @@ def backward_end(run: RunRecord, root: UnitRecord, present: Sequence[bool], *, s
         # [R30] In the order in which they owe.
         _reshard_after_backward(run, unit, commands, "R30")
         _send(run, (unit,), commands, "R30")
-    for unit in dict.fromkeys(other for other, _ in left if optional.sends_at_end(other) and other.plan.trainable):
+    for unit in last:
         # [R46] What ranks may run in any order sends last, in one order.
         _send(run, (unit,), commands, "R46")
         sent.append(unit)
@@ -410,7 +405,8 @@ def _end_use(
         unit.uses.append(len(run.order))
         run.order.append(unit)
         end_use(run, unit)
-        optional.ends(run, unit, unit.sending.open[-1])
+        if unit.joining is not None:
+            optional.ends(run, unit, unit.sending.open[-1])
 
 
 def _skip(run: RunRecord, unit: UnitRecord, commands: Commands) -> None:
@@ -429,6 +425,20 @@ def _join_backward(
     for other, left in optional.left_before(run, unit, use):
         # [R44] Younger uses that this rank left out, or that its loss does not reach.
         _visit_absent(run, other, left, commands, create_graph=create_graph)
+
+
+def _join_at_end(run: RunRecord, commands: Commands) -> tuple[list[UnitRecord], Sequence[UnitRecord]]:
+    """The backward is over. Returns the units that sent, and those that send last."""
+    if not run.in_backward:
+        optional.begin_visits(run)
+    left = optional.left_at_end(run)
+    for other, use in left:
+        if not optional.sends_at_end(other):
+            # [R45] What this rank's backward did not visit.
+            _visit_absent(run, other, use, commands)
+    sent = [command.unit for command in commands if command.kind in _SENDING]
+    last = dict.fromkeys(other for other, _ in left if optional.sends_at_end(other) and other.plan.trainable)
+    return sent, list(last)
 
 
 def _visit_absent(
