@@ -35,12 +35,10 @@ from __future__ import annotations
 import argparse
 import cProfile
 import gc
-import importlib
 import os
 import pstats
 import statistics
 import sys
-import textwrap
 import time
 import warnings
 from collections.abc import Callable, Sequence
@@ -423,12 +421,6 @@ def report(mixed: bool, shape: ModelShape, found: dict[str, Measured], rounds: i
     return {"mixed": mixed, "world": WORLD, "rounds": len(bare.step_s), "ways": rows, "guard": guard}
 
 
-def facts_table() -> str:
-    """Which facts are taken in each step, and which when something changes."""
-    text = importlib.import_module("fullshard.agree.ledger").__doc__ or ""
-    return "\n".join(line for line in text[text.index("    statement ") :].splitlines() if line.startswith("    "))
-
-
 def profile(shape: ModelShape, way: str) -> None:
     """Where the time of one way goes."""
     step = Step(way, shape, mixed=False)
@@ -457,7 +449,7 @@ def main() -> None:
     if options.profile:
         profile(shape, options.profile)
         return
-    print(textwrap.dedent(facts_table()))
+    print("What ranks compare in a step, and when: the table of docs/adr/0009-ranks-agree-before-they-send.md")
     results = [report(mixed, shape, measure(shape, mixed, options.rounds), options.rounds) for mixed in (False, True)]
     print()
     print_json("host", shape, results)
