@@ -74,3 +74,34 @@ def test_operations_of_newton_schulz_are_those_of_its_products() -> None:
     assert newton_schulz_flops((m, n)) == newton_schulz_flops((n, m)) == 5 * once
     assert newton_schulz_flops((3, 1, 5)) == newton_schulz_flops((3, 5))
     assert newton_schulz_flops((7,)) == newton_schulz_flops((1, 7))
+
+
+# ---- `fullshard plan` -----------------------------------------------------------------------------------------------
+
+
+def test_a_plan_counts_muon_s_owners() -> None:
+    """Operations, messages and bytes are those of the library's own plan; state is one momentum, and AdamW's of the
+    rest; the step takes longer by its products."""
+    from fullshard.plan.machine import Hardware
+    from fullshard.plan.result import plan_of, table
+    from fullshard.plan.strategy import Strategy
+    from tests.pure.test_plan import PLAIN, _model, steps_of
+
+    assert isinstance(PLAIN, Hardware)
+    model = _model()
+    plans = {
+        name: plan_of(model, steps_of(model), Strategy(ranks=4, optimizer=name), PLAIN) for name in ("adamw", "muon")
+    }
+    matrices = [p for unit in model.units for p in unit.parameters if len(p.shape) == 2 and p.trainable]
+    assert matrices
+    own = FleetPlan([matrix(p.name, *p.shape, world=4) for p in matrices], range(4), 256 << 20, newton_schulz_flops)
+    found = plans["muon"].as_json()["owners"]
+    assert found["flops"] == max(own.loads) and found["messages"] == own.messages == 2
+    assert found["sent_nbytes"] == max(sum(own.sent_nbytes(rank)) for rank in range(4))
+    assert found["nbytes"] >= max(map(own.transient_nbytes, range(4)))
+    assert plans["adamw"].as_json()["owners"] is None
+    assert plans["muon"].as_json()["messages"]["shard"] == plans["adamw"].as_json()["messages"]["shard"] + 2
+    assert "2 all-to-alls" in table(plans["muon"])
+    sizes = [sum(g.state_nbytes for unit in plans[name].units for g in unit.groups) for name in ("adamw", "muon")]
+    numel = sum(p.numel for p in matrices)
+    assert sizes[0] - sizes[1] == numel * 4 // 4 + 4 * len(matrices)

@@ -67,7 +67,7 @@ def add_command(commands: Any) -> None:
     plan.add_argument("--offload-activations", action="store_true", help="what units keep for backward on the host")
     plan.add_argument(
         "--optimizer",
-        help="adamw (default), adamw-foreach (of a config), adam, adamw8bit, sgd, sgd-momentum or none",
+        help="adamw (default), adamw-foreach (of a config), adam, adamw8bit, muon, sgd, sgd-momentum or none",
     )
     plan.add_argument("--failures", type=float, metavar="HOURS", help="between two failures of one device")
     plan.add_argument("--search", action="store_true", help="try every combination of the dials, on every mesh")

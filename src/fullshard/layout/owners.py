@@ -66,6 +66,14 @@ class Matrix(NamedTuple):
         """The rank that holds all of it, if there is one."""
         return next((rank for rank, numel in enumerate(self.parts) if numel == self.numel), None)
 
+    @property
+    def made_nbytes(self) -> int:
+        """The bytes that Muon makes for its step at most: the update, three of it in bfloat16, and two products of it
+        with itself."""
+        rows = self.shape[0] if len(self.shape) > 1 else 1
+        m = min(rows, self.numel // max(rows, 1))
+        return self.numel * (self.there[0] + 3 * 2) + 2 * m * m * 2
+
     def nbytes(self, itemsizes: Sequence[int], rank: int) -> int:
         """The bytes of the part of `rank` in a message."""
         return sum(align_up(self.parts[rank] * size, _PART_NBYTES) for size in itemsizes)
@@ -173,6 +181,23 @@ class FleetPlan:
             ),
             default=0,
         )
+
+    def transient_nbytes(self, rank: int) -> int:
+        """The most bytes that a step of the rank at `rank` has beside the shards, without what the optimizer makes: in
+        chunk c the whole tensors of c, those that were stepped in c - 1, and the messages there of c and c + 1 and back
+        of c and c - 1, both ways."""
+        world, most = range(len(self.ranks)), 0
+        there, back, whole, kept = [0], [0], [0], [0]
+        for chunk in range(self.chunks):
+            there.append(sum(self.there(chunk, rank, o).nbytes + self.there(chunk, o, rank).nbytes for o in world))
+            back.append(sum(self.back(chunk, rank, o).nbytes + self.back(chunk, o, rank).nbytes for o in world))
+            owned = [self.matrices[i] for i in self.owned(chunk, rank)]
+            whole.append(sum(one.numel * sum(one.there) for one in owned))
+            kept.append(sum(one.numel * sum(one.back) for one in owned))
+        there.append(0)
+        for c in range(1, self.chunks + 1):
+            most = max(most, whole[c] + kept[c - 1] + there[c] + there[c + 1] + back[c] + back[c - 1])
+        return most
 
     @property
     def loads(self) -> list[float]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Hashable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 # Kinds of bytes. The first ones are there all the time.
 KINDS = (
@@ -57,6 +58,17 @@ class Traffic:
     seconds: float = 0.0
 
 
+class OwnersStep(NamedTuple):
+    """The most that a step of matrices costs one rank. `flops`: operations of Newton-Schulz iterations, in bfloat16;
+    `messages`, `sent_nbytes`: of a step; `nbytes`: of whole tensors, messages and results beside the shards."""
+
+    flops: float
+    messages: int
+    chunks: int
+    sent_nbytes: int
+    nbytes: int
+
+
 @dataclass
 class Simulated:
     """One step. `peak`: its largest moment; `terms`: (name, bytes) there, the largest first. `compute`: seconds of
@@ -74,6 +86,8 @@ class Simulated:
     traffic: dict[str, Traffic] = field(default_factory=dict)
     commands: list[str] = field(default_factory=list)
     on_host: tuple[tuple[str, float], ...] = ()
+    # The step of matrices on their owners, if the optimizer is Muon.
+    owners: OwnersStep | None = None
 
     @property
     def exposed_seconds(self) -> float:

@@ -42,6 +42,10 @@ class Line(NamedTuple):
     name: str = ""
 
 
+# From how many rows or columns on a matrix is one of a vocabulary.
+_VOCABULARY = 32_768
+
+
 @dataclass(frozen=True, slots=True)
 class Parameter:
     """`name`: in the model. `dtype`: of storage. `placed`: the dim it is cut along. `place`: in the order of
@@ -61,6 +65,11 @@ class Parameter:
         for size in self.shape:
             count *= size
         return count
+
+    @property
+    def is_matrix(self) -> bool:
+        """Whether Muon steps it, by its shape and its name: `fullshard.extras.matrices` knows modules."""
+        return len(self.shape) == 2 and max(self.shape) < _VOCABULARY and "embed" not in self.name
 
 
 @dataclass(frozen=True, slots=True)

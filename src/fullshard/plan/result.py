@@ -137,6 +137,7 @@ class Plan:
             "compute_seconds": found.compute,
             "exposed_seconds": found.exposed_seconds,
             "optimizer_seconds": found.optimizer_seconds,
+            "owners": None if found.owners is None else found.owners._asdict(),
             "host_bound_seconds": found.host_bound,
             "tokens_per_second": self.tokens_per_second,
             "mfu": self.mfu,
@@ -340,6 +341,12 @@ def table(plan: Plan) -> str:
                 f"messages, axis {axis}: {traffic.calls} calls, {gigabytes(traffic.nbytes)} of each rank, "
                 f"{duration(traffic.seconds)} on the wire"
             )
+    if found.owners is not None:
+        lines.append(
+            f"owners of matrices: {found.owners.flops / 1e12:.3g} TFLOP of Newton-Schulz iterations on one rank, "
+            f"{found.owners.messages} all-to-alls, {gigabytes(found.owners.sent_nbytes)} sent by a rank, "
+            f"{gigabytes(found.owners.nbytes)} of whole matrices and messages on one"
+        )
     for padding in plan.padding[:3]:
         lines.append(
             f"padding: {padding.parameter} sends {gigabytes(padding.nbytes)} of padding ({padding.share:.0%}); "
@@ -434,6 +441,12 @@ def _assumed_of_optimizer(strategy: Strategy) -> list[str]:
     optimizer = OPTIMIZERS[strategy.optimizer]
     if optimizer.counted:
         return [f"the optimizer is torch's, as for DTensors by default: {_SAYS[strategy.optimizer]}"]
+    if strategy.optimizer == "muon":
+        return [
+            "muon was not run here: matrices have torch's Muon by fullshard.step_on_owners, whole on one rank each, "
+            "with five Newton-Schulz iterations in bfloat16; what is no matrix has AdamW; messages are hidden by the "
+            "chunks before them, but for the first one there and the last one back"
+        ]
     return [
         f"{strategy.optimizer} was not run here: its state is taken to be 2 bytes for each element and 8 for each "
         f"block of 256, and its step to make what Adam's makes"

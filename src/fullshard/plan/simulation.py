@@ -7,15 +7,17 @@ Two steps are taken: the first records the order, the second is measured, as in 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 
 from ..layout import UnitMemory
 from ..schedule import Command, RunRecord, UnitRecord, rules
 from .account import KINDS, Bytes, Exposed, Moment, Pool, Simulated, Traffic
 from .clock import AXES, Clock
+from .description import Parameter
 from .machine import Hardware
+from .owners import owners_step
 from .reductions import Reductions
-from .spans import Span, Step
+from .spans import Span, Step, Work
 from .strategy import OPTIMIZERS, Group, Limits, Optimizer, Strategy, Unit
 
 # Send buffers at once on a device (policy/options.py).
@@ -348,16 +350,40 @@ class Simulation:
             read = sum(group.sent.reduced_nbytes for group in groups if group.sent is not None)
             rate = hardware.host if offload else hardware.bandwidth * hardware.stream
             there = self.host if offload else self.bytes
-            there.add("optimizer step", "", _step_nbytes(groups, OPTIMIZERS[self.strategy.optimizer]))
+            begun = self.clock.now
+            there.add("optimizer step", "", self._made_in_step(groups))
             self._note()
             there.clear("optimizer step", "")
-            seconds = (2 * written + read) / rate
-            self.found.optimizer_seconds = seconds
-            self.clock.now += seconds
+            self.clock.now += (2 * written + read) / rate
+            self.found.optimizer_seconds = self.clock.now - begun
         for unit in self.units:
             self.bytes.clear("gradients of shards", unit.shape.title)
             self.host.clear("gradients of shards", unit.shape.title)
         self._note()
+
+    def _made_in_step(self, groups: Sequence[Group]) -> float:
+        """The bytes that a step makes. Muon's also sends, and computes products."""
+        if self.strategy.optimizer != "muon":
+            return _step_nbytes(groups, OPTIMIZERS[self.strategy.optimizer])
+        ranks = self.strategy.shard
+        step = self.found.owners = owners_step(self.units, ranks)
+        hardware = self.clock.hardware
+        # The products are in bfloat16, whatever the model computes in.
+        flops = step.flops * hardware.peak_flops(self.clock.itemsize) / hardware.peak_flops(2)
+        share = step.sent_nbytes / max(step.messages, 1)
+        for chunk in range(step.chunks):
+            # A message is hidden by the products of the chunk before it.
+            there = self.clock.send("shard", ranks, 1, share * ranks / (ranks - 1), 1)
+            if chunk == 0:
+                self.clock.wait(there, "optimizer", "all-to-all to owners")
+            self.clock.compute(Work(matmul=flops / step.chunks))
+            back = self.clock.send("shard", ranks, 1, share * ranks / (ranks - 1), 1)
+            if chunk == step.chunks - 1:
+                self.clock.wait(back, "optimizer", "all-to-all from owners")
+        if not step.chunks:
+            self.clock.compute(Work(matmul=flops))
+        rest = _step_nbytes(groups, OPTIMIZERS["adamw"], lambda parameter: not parameter.is_matrix)
+        return max(rest, step.nbytes)
 
 
 def record_of(unit: Unit, index: int) -> UnitRecord:
@@ -384,7 +410,9 @@ def _staging_key(group: Group, *, kept: bool = False) -> Hashable:
     return "staging", group.names, memory.kept if kept else memory.pack, memory.plan, memory.compute_itemsize
 
 
-def _step_nbytes(groups: Iterable[Group], optimizer: Optimizer) -> int:
+def _step_nbytes(
+    groups: Iterable[Group], optimizer: Optimizer, steps: Callable[[Parameter], bool] = lambda _: True
+) -> int:
     """Returns the most bytes that an optimizer's step has for its results. By default torch steps DTensors one after
     the other, in the order of the model. The results of each have the size of its shard, and the last one of the
     parameter before it is not freed yet."""
@@ -394,6 +422,8 @@ def _step_nbytes(groups: Iterable[Group], optimizer: Optimizer) -> int:
         assert sent is not None
         trained = [parameter for parameter in group.parameters if parameter.trainable]
         for parameter, segment in zip(trained, sent.pack.segments, strict=True):
+            if not steps(parameter):
+                continue
             shards.append((parameter.place, segment.layout.local_numel(0) * sent.storage_itemsize))
     sizes = [nbytes for _, nbytes in sorted(shards)]
     if optimizer.lists or not optimizer.results:

@@ -50,6 +50,8 @@ OPTIMIZERS = {
     "adamw8bit": Optimizer(0, 2.0 + 2 * 4 / 256, counter=4, results=2, counted=False),
     "sgd": Optimizer(0),
     "sgd-momentum": Optimizer(1),
+    # One momentum; what is no matrix as AdamW has it (owners.py).
+    "muon": Optimizer(1, counted=False),
     "none": Optimizer(0),
 }
 
@@ -288,15 +290,20 @@ def _compute_of(parameter: Parameter, strategy: Strategy) -> str:
 def _group(name: str, parameters: tuple[Parameter, ...], dtype: str, part: int, strategy: Strategy) -> Group:
     shapes = tuple((p.shape, p.placed, p.trainable) for p in parameters)
     memory, sent = _layouts(shapes, dtype, part, replace(strategy, micro=1, optimizer="none"))
-    optimizer = OPTIMIZERS[strategy.optimizer]
     state = 0
     if sent is not None:
         for parameter in parameters:
             if parameter.trainable:
+                optimizer = _optimizer_of(parameter, strategy)
                 layout = ShardLayout(parameter.shape, parameter.placed, strategy.shard)
                 numel = layout.local_numel(0)
                 state += optimizer.copies * numel * itemsize(dtype) + int(optimizer.nbytes * numel) + optimizer.counter
     return Group(replace(memory, name=name), None if sent is None else replace(sent, name=name), parameters, state)
+
+
+def _optimizer_of(parameter: Parameter, strategy: Strategy) -> Optimizer:
+    """The optimizer that steps `parameter`."""
+    return OPTIMIZERS["adamw" if strategy.optimizer == "muon" and not parameter.is_matrix else strategy.optimizer]
 
 
 @lru_cache(maxsize=4096)
