@@ -33,6 +33,11 @@ def _hands_over(rank: int, offload: bool) -> dict[str, Any]:
         model: Any = on_device.sharded(CASE.build().to("simulated"), setup)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         mean = average(model, decay=0.5, device="cpu" if offload else None)
+        gc.collect()
+        before = device.memory_allocated()
+        host = average(model, decay=0.5, device="cpu")
+        gc.collect()
+        grown = device.memory_allocated() - before
         engine: Any = CASE.build(seed=1).bfloat16()
         engine = engine.to("simulated") if rank == 1 else None
         move = transfer(model, engine, limit_nbytes=BUCKET)
@@ -40,6 +45,7 @@ def _hands_over(rank: int, offload: bool) -> dict[str, Any]:
         for step in range(2):
             _trained(rank, model, optimizer, step)
             mean.update()
+            host.update()
             gc.collect()
             rest = device.memory_allocated()
             device.reset_peak_memory_stats()
@@ -53,6 +59,8 @@ def _hands_over(rank: int, offload: bool) -> dict[str, Any]:
             peaks.append(device.max_memory_allocated() - rest)
             with mean.applied():
                 averaged = {name: tensor.cpu() for name, tensor in weights(model).tensors()}
+            with host.applied():
+                same += [torch.equal(averaged[name], tensor.cpu()) for name, tensor in weights(model).tensors()]
             # The next step follows at once: what was read is that of this one.
             _trained(rank, model, optimizer, 10 + step)
             if engine is not None:
@@ -62,7 +70,8 @@ def _hands_over(rank: int, offload: bool) -> dict[str, Any]:
         torch.accelerator.synchronize()
         largest = max(tensor.nbytes for tensor in found.values())
         values = {name: tensor.double().sum().item() for name, tensor in found.items()}
-        del model, optimizer, engine, move, mean
+        on_host = {tensor.to_local().device.type for tensor in host.state_dict()["means"].values()}
+        del model, optimizer, engine, move, mean, host
         gc.collect()
     return {
         "faults": [race.explain() for race in seen.races] + nccl.failures(),
@@ -70,6 +79,7 @@ def _hands_over(rank: int, offload: bool) -> dict[str, Any]:
         "peaks": peaks,
         "largest": largest,
         "values": values,
+        "host": (on_host, grown),
     }
 
 
@@ -80,6 +90,7 @@ def test_hand_over_between_steps_is_ordered_and_bounded(offload: bool, seed: int
     for found in (one, other):
         assert not found["faults"], found["faults"][0]
         assert all(found["same"]), found["same"]
+        assert found["host"] == ({"cpu"}, 0)
         buckets, moves = found["peaks"][::2], found["peaks"][1::2]
         # The tensors of a bucket, and the messages that they come in; the bucket before is freed later.
         most = max(BUCKET, found["largest"])

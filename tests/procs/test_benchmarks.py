@@ -34,6 +34,12 @@ def test_cpu_step() -> None:
 
 
 @pytest.mark.slow
+def test_hand_over() -> None:
+    results: Any = _last_line("benchmarks.hand_over")["results"]
+    assert [result["messages"] > 0 for result in results] == [True] * 3
+
+
+@pytest.mark.slow
 def test_overlap() -> None:
     answer = _last_line("benchmarks.overlap", "--workloads", "light", "--rounds", "1")
     (result,) = answer["results"]

@@ -11,12 +11,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from fullshard import fully_shard, transfer
+from fullshard import fully_shard, step_on_owners, transfer
 from fullshard.extras import TransferError
 from tests.harness import mailbox
 from tests.harness.installed import clear_sharding_cache
 from tests.harness.models import seeded
 from tests.harness.threads import run_ranks
+from tests.threads.test_owners import parted
 
 
 @pytest.fixture(autouse=True)
@@ -235,6 +236,51 @@ def test_adafactors_own_class_between_ranks_and_what_no_part_can_be_made_of() ->
                 assert torch.equal(found(target, other)[name], value), name
 
     run_ranks(2, rank_main)
+
+
+@pytest.mark.parametrize("build", [torch.optim.Adafactor, Factors])
+def test_state_of_owners_goes_to_other_owners_and_to_a_plain_model(build: Any) -> None:
+    """`step_on_owners` keeps state of other shapes on one rank for each matrix: another one in another world."""
+
+    def given(model: nn.Module, optimizer: Any, steps: range) -> None:
+        for number in steps:
+            generator = torch.Generator().manual_seed(number)
+            for parameter in model.parameters():
+                full = torch.randn(parameter.shape, generator=generator)
+                parameter.grad = parted(full, parameter) if isinstance(parameter, DTensor) else full
+            optimizer.step()
+
+    def rank_main(rank: int) -> list[dict[str, Any]]:
+        clear_sharding_cache()
+        source: Any = seeded(make)
+        few = DeviceMesh("cpu", [0, 1])
+        there = None
+        if rank < 2:
+            fully_shard(source[0], mesh=few)
+            fully_shard(source, mesh=few)
+            mine = build(source.parameters())
+            step_on_owners(mine)
+            given(source, mine, range(2))
+            there = source, mine
+        target, plain = seeded(make, seed=1), seeded(make, seed=2)
+        fully_shard(target)
+        other, alone = build(target.parameters()), build(plain.parameters())
+        step_on_owners(other)
+        transfer(there, (target, other)).run()
+        transfer(there, (plain, alone) if rank == 3 else None).run()
+        given(target, other, range(2, 4))
+        values = [{name: whole(tensor) for name, tensor in target.state_dict().items()}]
+        if rank == 3:
+            given(plain, alone, range(2, 4))
+            values.append(dict(plain.state_dict()))
+        return values
+
+    expected = seeded(make)
+    given(expected, build(expected.parameters()), range(4))
+    for values in run_ranks(4, rank_main):
+        for value in values:
+            for name, tensor in expected.state_dict().items():
+                assert torch.equal(value[name], tensor), name
 
 
 def test_state_that_cannot_travel_is_named_on_all_ranks() -> None:

@@ -184,7 +184,7 @@ class TransferPlan:
         if rank not in self._of_rank:
             leaving, arriving = dict[int, list[RoutePiece]](), dict[int, list[RoutePiece]]()
             own: list[RoutePiece] = []
-            for link in self.links:
+            for turn, link in enumerate(self.links):
                 source, target = self.sources[link.source].parts, self.targets[link.target].parts
                 mine_there, mine_here = source.by_rank.get(rank), target.by_rank.get(rank)
                 if mine_there is None and mine_here is None:
@@ -192,13 +192,14 @@ class TransferPlan:
                 dtype = self.wire_dtype(link)
                 common = self._common(link, source, target)
                 for number, box in common.of_target.get(mine_here, ()):
-                    sender = _sender(source.parts[number], number, rank)
+                    sender = _sender(source.parts[number], number + turn, rank)
                     kept = own if sender == rank else arriving.setdefault(sender, [])
                     kept.append(RoutePiece(link, box, dtype))
                 for number, box in common.of_source.get(mine_there, ()):
                     assert mine_there is not None
                     for receiver in target.parts[number].ranks:
-                        if receiver != rank and _sender(source.parts[mine_there], mine_there, receiver) == rank:
+                        part = source.parts[mine_there]
+                        if receiver != rank and _sender(part, mine_there + turn, receiver) == rank:
                             leaving.setdefault(receiver, []).append(RoutePiece(link, box, dtype))
             self._of_rank[rank] = (
                 {peer: Route(rank, peer, _widest_first(found), self.limit_nbytes) for peer, found in leaving.items()},
@@ -258,8 +259,8 @@ def _range(box: Box) -> tuple[int, int]:
 
 
 def _sender(part: Portion, number: int, receiver: int) -> int:
-    """Returns the rank, of those that hold `part`, the `number`th of its tensor, that sends it to `receiver`."""
-    # Receivers and parts are spread over the replicas.
+    """Returns the rank, of those that hold `part`, that sends it to `receiver`. `number`: of part and tensor."""
+    # Receivers, parts and tensors are spread over the replicas.
     return receiver if receiver in part.ranks else part.ranks[(receiver + number) % len(part.ranks)]
 
 
