@@ -15,11 +15,12 @@ from fullshard.train.data import ByteTokenizer, read_corpus, tokenize
 from fullshard.train.loop import Trainer
 from fullshard.train.metrics import StepRecord
 from fullshard.train.model import Llama, adamw, llama_shape, sharded_model
-from fullshard.train.process import World, data_parallel_mesh
+from fullshard.train.process import world_of
 from tests.harness import tolerance
 from tests.harness.pool import pool
 
 STEPS = 20
+TP = "sharding.parallelism.tensor_parallel_degree=2"
 # The vocabulary of 259 divides by neither 2 nor 4, and 9 validation windows do not either.
 TINY = (
     "model.layers=2",
@@ -51,11 +52,10 @@ def config_of(*overrides: str) -> Config:
 
 def trainer_of(rank: int, config: Config) -> Trainer:
     """Model, optimizer and data as `fullshard train` makes them, on the process group that is there."""
-    mesh = data_parallel_mesh(config, "cpu", dist.get_world_size())
-    world = World(rank, dist.get_world_size(), torch.device("cpu"), mesh, dist.HashStore())
+    world = world_of(config, rank, dist.get_world_size(), torch.device("cpu"), dist.HashStore())
     tokenizer = ByteTokenizer()
     split = tokenize(read_corpus(config.data), tokenizer, config.data.validation_fraction)
-    model = sharded_model(config, tokenizer.vocab, mesh, world.device)
+    model = sharded_model(config, tokenizer.vocab, world.mesh, world.device, world.whole)
     return Trainer(config, world, model, adamw(model.parameters(), config.optimizer), split, tokenizer)
 
 
@@ -98,7 +98,7 @@ def full(tensor: torch.Tensor) -> torch.Tensor:
 def run_on(world: int, *overrides: str, sign: float = 0.0, divisor: float = 0.0) -> Run:
     config = config_of(*overrides)
     config.check_world(world)
-    results: list[Run] = pool(world).run(trained, config, sign, divisor, timeout=60)
+    results: list[Run] = pool(world).run(trained, config, sign, divisor, timeout=240)
     return results[0]
 
 
@@ -145,6 +145,7 @@ def test_initial_values_are_those_of_the_plain_model(world: int) -> None:
     assert_equal(run_on(world).initial, {name: p.detach() for name, p in model.named_parameters()})
 
 
+@pytest.mark.hang_after(300)
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "world, overrides",
@@ -155,15 +156,19 @@ def test_initial_values_are_those_of_the_plain_model(world: int) -> None:
         pytest.param(4, ("sharding.data_parallel_replicate_degree=2",), marks=pytest.mark.slow),
         (4, ("sharding.data_parallel_replicate_degree=4", "training.accumulate=reduce")),
         (2, ("training.accumulate=reduce", "sharding.activation_checkpointing.at=units")),
+        pytest.param(4, (TP, "training.micro_batch=0"), marks=pytest.mark.slow),
+        pytest.param(4, (TP, "sharding.parallelism.enable_sequence_parallel=false"), marks=pytest.mark.slow),
+        pytest.param(4, (TP, "sharding.activation_checkpointing.at=units", "training.micro_batch=0")),
     ],
 )
 def test_same_run_on_any_number_of_processes(world: int, overrides: tuple[str, ...]) -> None:
     """Losses, validations, gradient norms, parameters and both moments after 20 steps, within what rounding makes."""
-    expected = run_on(1, *(o for o in overrides if "replicate" not in o))
+    of_one = tuple(o for o in overrides if "replicate" not in o and "sharding.parallelism" not in o)
+    expected = run_on(1, *of_one)
     found = run_on(world, *overrides)
     assert expected.records[-1].loss < expected.records[0].loss - 0.5  # it did learn: there is something to compare
     assert found.steps_done == expected.steps_done == {STEPS}
-    assert not differences(found, *(o for o in overrides if "replicate" not in o))
+    assert not differences(found, *of_one)
 
 
 @pytest.mark.slow

@@ -24,6 +24,10 @@ optimizer.lr optimizer.min_lr_ratio optimizer.warmup_steps optimizer.beta1 optim
 optimizer.weight_decay
 sharding.data_parallel_shard_degree sharding.data_parallel_replicate_degree sharding.reshard_after_forward
 sharding.cpu_offload sharding.pin_memory
+sharding.parallelism.tensor_parallel_degree sharding.parallelism.enable_sequence_parallel
+sharding.parallelism.context_parallel_degree sharding.parallelism.pipeline_parallel_degree
+sharding.parallelism.expert_parallel_degree sharding.parallelism.expert_tensor_parallel_degree
+sharding.parallelism.enable_loss_parallel sharding.parallelism.styles
 sharding.precision.mode sharding.precision.dtype sharding.precision.param sharding.precision.reduce
 sharding.precision.output sharding.precision.cast_inputs sharding.precision.master sharding.precision.keep_float32
 sharding.activation_checkpointing.at sharding.activation_checkpointing.classes
@@ -52,18 +56,16 @@ def _read(path: Path, text: str, sets: Sequence[str] = ()) -> tuple[Config, list
 
 
 def test_the_seeds_keys_are_read(tmp_path: Path) -> None:
-    """The [parallelism] section as the seeds write it: former names, read with one warning."""
-    text = "[parallelism]\ndata_parallel_shard_degree = -1\ndata_parallel_replicate_degree = 1\n"
+    """The [parallelism] section as the seeds write it, which is torchtitan's."""
+    text = "[parallelism]\ndata_parallel_shard_degree = 2\ndata_parallel_replicate_degree = -1\n"
     config, said = _read(tmp_path / "c.toml", text)
-    assert config == Config() and len(said) == 1
-    assert "parallelism.data_parallel_shard_degree is sharding.data_parallel_shard_degree now" in said[0]
+    keys = config.sharding.sharding
+    assert (keys.data_parallel_shard_degree, keys.data_parallel_replicate_degree) == (2, -1) and not said
 
 
 AC = "sharding.activation_checkpointing"
 # Each former setting, beside what says the same now.
 FORMER = {
-    "parallelism.data_parallel_shard_degree=2": ["sharding.data_parallel_shard_degree=2"],
-    "parallelism.data_parallel_replicate_degree=2": ["sharding.data_parallel_replicate_degree=2"],
     'parallelism.reshard_after_forward="never"': ["sharding.reshard_after_forward=false"],
     'parallelism.reshard_after_forward="always"': ["sharding.reshard_after_forward=true"],
     "parallelism.reshard_after_forward=4": ["sharding.reshard_after_forward=4"],
@@ -326,3 +328,51 @@ def test_reading_a_config_needs_no_torch() -> None:
         "import fullshard.train.config\nassert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", program], check=True, timeout=30)
+
+
+# ---- axes ------------------------------------------------------------------------------------------------------------
+
+
+def test_torchtitan_s_section_declares_the_axes(tmp_path: Path) -> None:
+    """In a file and by `--set`; it is printed as the trainer has it, and read back."""
+    path = tmp_path / "titan.toml"
+    path.write_text("[parallelism]\ntensor_parallel_degree = 2\nenable_sequence_parallel = true\n")
+    config = load_config(path)
+    assert config == load_config(
+        None, ["parallelism.tensor_parallel_degree=2", "sharding.parallelism.enable_sequence_parallel=true"]
+    )
+    (tmp_path / "printed.toml").write_text(to_toml(config))
+    assert load_config(tmp_path / "printed.toml") == config
+    axes = config.axes(8)
+    assert (axes.dp_shard, axes.tp, axes.shares) == (4, 2, 4) and config.micro_batch(8) == 4
+    config.check_world(8)
+
+
+@pytest.mark.parametrize(
+    ("settings", "world", "said"),
+    [
+        (["context_parallel_degree=2"], 4, "sharding.parallelism.context_parallel_degree = 2: the trainer has tensor"),
+        (["pipeline_parallel_degree=2"], 4, "and no other axis"),
+        (["expert_parallel_degree=2"], 4, "and no other axis"),
+        (["tensor_parallel_degree=2", "enable_loss_parallel=true"], 4, "a tied embedding stays whole"),
+        (["tensor_parallel_degree=3"], 4, "are 3 of 4 ranks; nearest legal plan: data_parallel_shard_degree = "),
+        (["tensor_parallel_degree=4"], 4, "tensor_parallel_degree = 4: must divide the key and value heads, 2"),
+        (["enable_sequence_parallel=true"], 4, "has no effect with tensor_parallel_degree = 1"),
+        (["enable_async_tensor_parallel=true"], 4, "not built: torch fuses these messages"),
+    ],
+)
+def test_axes_that_the_trainer_cannot_have(settings: list[str], world: int, said: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        load_config(None, [f"sharding.parallelism.{each}" for each in settings]).check_world(world)
+    assert said in str(raised.value) and "\n" not in str(raised.value)
+
+
+def test_windows_and_batches_are_those_of_the_shares() -> None:
+    two = ["sharding.parallelism.tensor_parallel_degree=2"]
+    load_config(None, [*two, "training.global_batch=2", "training.micro_batch=1"]).check_world(4)
+    with pytest.raises(ConfigError, match="must be a multiple of the 2 processes with data of their own"):
+        load_config(None, [*two, "training.global_batch=3"]).check_world(4)
+    with pytest.raises(ConfigError, match="must divide the tokens of a part of a sequence, 31"):
+        load_config(None, [*two, "training.sequence_length=31"]).check_world(4)
+    with pytest.raises(ConfigError, match="ranks that share layers wait for the one that is out of memory"):
+        load_config(None, [*two, "training.micro_batch=auto"])

@@ -38,6 +38,31 @@ ROWS: dict[str, tuple[dict[str, Any], list[str], dict[str, Any]]] = {
     "reshard always": ({"reshard_after_forward": True}, [EXACT], {"sharding.reshard_after_forward": True}),
     "reshard never": ({"sharding": "SHARD_GRAD_OP"}, [EXACT], {"sharding.reshard_after_forward": False}),
     "reshard to a number": ({"reshard_after_forward": 8}, [EXACT], {"sharding.reshard_after_forward": 8}),
+    "tensor parallelism": (
+        {"parallelism": {"tensor_parallel_degree": 2, "enable_sequence_parallel": False}},
+        [EXACT, EXACT],
+        {
+            "sharding.parallelism.tensor_parallel_degree": 2,
+            "sharding.parallelism.enable_sequence_parallel": False,
+        },
+    ),
+    "loss parallelism": (
+        {"parallelism": {"tensor_parallel_degree": 2, "disable_loss_parallel": False, "styles": {"up": "column"}}},
+        [EXACT, EQUIVALENT, LOSSY],
+        {"sharding.parallelism.tensor_parallel_degree": 2},
+    ),
+    "axes that the trainer lacks": (
+        {
+            "parallelism": {
+                "context_parallel_degree": 2,
+                "pipeline_parallel_degree": 2,
+                "expert_parallel_degree": 2,
+                "expert_tensor_parallel_degree": 2,
+            }
+        },
+        [LOSSY] * 4,
+        {},
+    ),
     "offload": (
         {"cpu_offload": True, "pin_memory": False},
         [EXACT, EXACT],

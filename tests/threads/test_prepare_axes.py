@@ -30,7 +30,7 @@ def check(world: int, make: Make, plan: Any, config: Any = None, options: Any = 
     """Parameters, optimizer state and norms of all ranks are those of one process; returns what rank 0 printed."""
     shares = plan.on(world).shares if isinstance(plan, Parallelism) else Parallelism(**plan).on(world).shares
     expected, norms = plainly(make, shares)
-    ranks = run_ranks(world, planned, make, plan, config, options)
+    ranks = run_ranks(world, planned, make, plan, config, options, timeout=240.0)
     for trained, found, _ in ranks:
         assert_same_training(trained, expected)
         assert_norms(found, norms)
@@ -61,6 +61,7 @@ def test_tp_and_sharding(sequence: bool, tied: bool) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.hang_after(300)
 @pytest.mark.parametrize(
     ("world", "plan"),
     [

@@ -67,6 +67,7 @@ def run(arguments: argparse.Namespace) -> int:
             if replicas is not None:
                 config = config.with_replicas(replicas)
             config.check_world(arguments.nproc)
+            config.refuse_axes("fullshard doctor")
             replicas = config.sharding.degrees(arguments.nproc)[0]
             folder = folder or Path(config.run.dir or "runs")
             keywords = {

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from .._torch import flattened_axes, root_mesh
+from .._torch import concatenated_mesh, flattened_axes, root_mesh
 from ..keys import ConfigError
 from .axes import FOLDED, Axes
 
@@ -27,11 +27,13 @@ def build_meshes(axes: Axes, device_type: str) -> Meshes:
 
 def data_mesh(whole: DeviceMesh, axes: Axes) -> DeviceMesh:
     """The axes of `whole` that `fully_shard` takes."""
-    cut = axes.cut[0]
-    if len(axes.cut) == 2:
-        flattened_axes(whole[axes.cut], FOLDED)
-        cut = FOLDED
-    found: DeviceMesh = whole["dp_replicate", cut] if axes.dp_replicate > 1 else whole[cut]
+    folded = len(axes.cut) == 2
+    cut: DeviceMesh = flattened_axes(whole[axes.cut], FOLDED) if folded else whole[axes.cut[0]]
+    if axes.dp_replicate == 1:
+        return cut
+    found: DeviceMesh = (
+        concatenated_mesh([whole["dp_replicate"], cut]) if folded else whole["dp_replicate", axes.cut[0]]
+    )
     return found
 
 

@@ -67,6 +67,8 @@ class Relations:
     def __init__(self, model: nn.Module, axes: Axes, whole: DeviceMesh, *, sequence: bool = False) -> None:
         # sequence: whether each rank along tp has a part of the tokens between layers.
         self.axes, self.whole, self.sequence = axes, whole, sequence
+        # torch's fake group, which plans and tests use, brings no sums.
+        self.sends_nothing = dist.get_backend(whole.get_group(0)) == "fake"
         self.forwards = 0
         # The sums that the last forward sent from a device, read when the next one begins.
         self.sent: Tensor | None = None
@@ -78,7 +80,7 @@ class Relations:
         self.handle.remove()
 
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() or self.sends_nothing:
             return
         self.forwards += 1
         if self.sequence:

@@ -68,6 +68,7 @@ def divide(tree: Tree, plan: Parallelism) -> Division:
             f'parallelism.styles["{pattern}"]: expected names of modules of {class_of(model)}, found none that match'
             f"{nearest(pattern, names)}"
         )
+    _check_layouts(found, asked)
     found = {name: asked.get(name, found.get(name)) for name in names if name in asked or name in found}  # type: ignore[misc]
     _untie(tree, found, asked)
     found = {name: style for name, style in found.items() if style.kind != "keep"}
@@ -116,6 +117,21 @@ def _of_model(model: nn.Module, plan: Parallelism, own: Mapping[str, str]) -> tu
         )
     theirs = getattr(model, "tp_plan", None) or {}
     return given, of_hugging_face(theirs) if isinstance(theirs, Mapping) else {}
+
+
+def _check_layouts(own: Mapping[str, Style], asked: Mapping[str, Style]) -> None:
+    """Raise for a style of the user's that breaks the way of parts of sequences through the model's own styles."""
+    for name, style in asked.items():
+        theirs = own.get(name)
+        if theirs is None or style == theirs:
+            continue
+        for which in ("before", "after"):
+            if (getattr(theirs, which) == SEQUENCE) != (getattr(style, which) == SEQUENCE):
+                raise ConfigError(
+                    f'parallelism.styles["{name}"] = "{style}": expected the layouts of the model\'s own style, '
+                    f'"{theirs}", because ranks have parts of sequences there; nearest valid: "{theirs}", or '
+                    f"enable_sequence_parallel = false"
+                )
 
 
 def _untie(tree: Tree, found: dict[str, Style], asked: Mapping[str, Style]) -> None:

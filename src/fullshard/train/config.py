@@ -22,6 +22,8 @@ from fullshard.keys import checked, find_key, line, names_of, read_toml, setting
 from fullshard.keys import invalid as invalid
 from fullshard.keys import show as show
 from fullshard.migrate import ShardingConfig, reading
+from fullshard.migrate.axes import Axes
+from fullshard.migrate.parallelism import DEGREES, ModelShape
 from fullshard.train import former_keys
 
 AUTO = "auto"
@@ -185,13 +187,54 @@ class Config:
         if d.corpus != "builtin" and not (d.corpus.startswith("path:") and len(d.corpus) > len("path:")):
             raise invalid("data.corpus", d.corpus, 'expected "builtin" or "path:FILE"', _nearest_corpus(d.corpus))
         _check_sharding(self.sharding)
+        self._check_axes()
+
+    def _check_axes(self) -> None:
+        keys = self.sharding.parallelism
+        for name in DEGREES:
+            if name != "tensor_parallel_degree" and getattr(keys, name, 1) != 1:
+                problem = "the trainer has tensor and sequence parallelism beside data parallelism, and no other axis"
+                raise invalid(f"sharding.parallelism.{name}", getattr(keys, name), problem, "1")
+        if keys.tensor_parallel_degree == 1:
+            return
+        if keys.enable_loss_parallel and self.model.tie_embeddings:
+            problem = "a tied embedding stays whole; set model.tie_embeddings = false"
+            raise invalid("sharding.parallelism.enable_loss_parallel", True, problem, "false")
+        if self.training.micro_batch == AUTO:
+            problem = "ranks that share layers wait for the one that is out of memory; give a number"
+            raise invalid("training.micro_batch", AUTO, problem, "4")
+
+    @property
+    def shape(self) -> ModelShape:
+        """The numbers of the model that degrees have to divide."""
+        m, d = self.model, self.data
+        # Not divided, a vocabulary may have any size; that of a tokenizer of bytes is known where it is made.
+        vocabulary = 0 if m.tie_embeddings or d.tokenizer == "bytes" else d.bpe_vocab
+        return ModelShape(m.heads, m.kv_heads, self.ffn_dim, vocabulary, self.training.sequence_length, 0, m.layers)
+
+    def axes(self, world: int) -> Axes:
+        """The axes on `world` processes. Raises `ConfigError` for degrees that do not fit them, or the model."""
+        copies, shard = self.sharding.degrees(world)
+        if not self.sharding.parallelism.beyond_data:
+            return Axes(dp_replicate=copies, dp_shard=shard)
+        plan = self.sharding.parallel
+        if plan.enable_sequence_parallel == AUTO:
+            plan = replace(plan, enable_sequence_parallel=True)
+        return plan.on(world, self.shape)
+
+    def refuse_axes(self, command: str) -> None:
+        """Raise `ConfigError` for axes beside those of data parallelism, which `command` does not count."""
+        degree = self.sharding.parallelism.tensor_parallel_degree
+        if degree > 1:
+            problem = f"{command} counts data parallelism alone"
+            raise invalid("sharding.parallelism.tensor_parallel_degree", degree, problem, "1")
 
     def check_world(self, world: int) -> None:
         """Rules that depend on the number of processes `world`. Raises `ConfigError`."""
-        batch = self.training.global_batch
-        self.sharding.degrees(world)
+        batch, processes = self.training.global_batch, world
+        world = self.axes(processes).shares
         if batch % world:
-            problem = f"must be a multiple of the {world} processes"
+            problem = f"must be a multiple of the {world} processes" + (" with data of their own" * (world < processes))
             multiples = [max(batch // world, 1) * world, (batch // world + 1) * world]
             raise invalid("training.global_batch", batch, problem, _nearest(batch, multiples))
         share, micro = batch // world, self.training.micro_batch
@@ -206,14 +249,13 @@ class Config:
 
     def micro_batch(self, world: int) -> int:
         """Sequences in one forward pass of each of `world` processes; with "auto", in the first one."""
-        share, micro = self.training.global_batch // world, self.training.micro_batch
+        share, micro = self.training.global_batch // self.axes(world).shares, self.training.micro_batch
         return min(micro or share, share) if isinstance(micro, int) else share
 
 
 # What the trainer's model decides by itself, by section of `ShardingConfig`.
 _DECIDED = {
     "wrap": "units are the blocks of the trainer's model, and the rest",
-    "parallelism": "it trains with data parallelism alone; prepare_fully_shard has the other axes",
     "initialisation": "values are drawn from training.seed, each rank its own rows",
     "micro_batches": "set training.micro_batch and training.accumulate",
     "state_dict": "checkpoints are sharded, and model.safetensors at the end is whole",
@@ -327,6 +369,7 @@ def value_of(config: Config, name: str) -> Any:
 # Of `ShardingConfig` what the trainer's model has settings for: [sharding], and tables in it.
 _SHARDING = {
     "sharding": "sharding",
+    "sharding.parallelism": "parallelism",
     "sharding.precision": "precision",
     "sharding.activation_checkpointing": "activation_checkpointing",
 }
@@ -378,7 +421,11 @@ def _of_override(text: str) -> tuple[dict[str, Any], dict[str, Any]]:
     value = _value(raw)
     if name in former_keys.FORMER:
         return {}, {name: value}
-    if section != "sharding" and not isinstance(value, str) and _found(section, key, raw).type == "str":
+    if (
+        section not in ("sharding", "parallelism")
+        and not isinstance(value, str)
+        and _found(section, key, raw).type == "str"
+    ):
         value = raw
     return _checked({name: value}), {}
 
@@ -395,10 +442,10 @@ def _checked(settings: Mapping[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, value in settings.items():
         section, _, key = name.partition(".")
-        if section == "sharding":
+        if section in ("sharding", "parallelism"):
             for part in reversed(key.split(".")):
                 value = {part: value}
-            found |= _of_sharding(value)
+            found |= _of_sharding(value if section == "sharding" else {section: value})
         else:
             found[name] = checked(name, _found(section, key, value), value)
     return found

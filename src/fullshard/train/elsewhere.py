@@ -88,6 +88,16 @@ def _rows(config: ShardingConfig) -> Iterator[_Row]:
     if config.wrap.ignored:
         yield _Row("wrap.ignored", list(config.wrap.ignored), LOSSY, {}, "the trainer shards all parameters")
     yield from _sharding(config)
+    for key, value in _changed(config, "parallelism"):
+        if key == "parallelism.styles":
+            yield _Row(key, dict(value), LOSSY, {}, "names of another model; the trainer's has styles of its own")
+        elif key.endswith("_degree") and key != "parallelism.tensor_parallel_degree":
+            yield _Row(key, value, LOSSY, {}, "the trainer has no such axis")
+        elif key == "parallelism.enable_loss_parallel":
+            reason = "the embedding is tied unless model.tie_embeddings = false, and stays whole; the loss is the same"
+            yield _Row(key, value, EQUIVALENT, {}, reason)
+        else:
+            yield _Row(key, value, EXACT, {f"sharding.{key}": value}, "the same")
     yield from _precision(config)
     for key, value in _changed(config, "initialisation"):
         if key == "initialisation.seed":

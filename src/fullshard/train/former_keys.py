@@ -12,8 +12,6 @@ from fullshard.keys import ConfigError, invalid
 _RECOMPUTE, _OFFLOAD = "training.recompute", "training.offload_activations"
 _ACTIVATIONS = "sharding.activation_checkpointing"
 FORMER = {
-    "parallelism.data_parallel_shard_degree": "sharding.data_parallel_shard_degree",
-    "parallelism.data_parallel_replicate_degree": "sharding.data_parallel_replicate_degree",
     "parallelism.reshard_after_forward": "sharding.reshard_after_forward",
     "parallelism.cpu_offload": "sharding.cpu_offload",
     "parallelism.timeout_seconds": "training.timeout_seconds",

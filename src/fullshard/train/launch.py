@@ -62,7 +62,9 @@ def num_processes(config: Config, asked: int | None) -> int:
     keys = config.sharding.sharding
     degree, copies = keys.data_parallel_shard_degree, keys.data_parallel_replicate_degree
     devices = torch.cuda.device_count() if kind == "cuda" else 0
-    count = asked or (degree * copies if min(degree, copies) > 0 else devices or 2 * max(degree, copies))
+    layers = config.sharding.parallelism.tensor_parallel_degree
+    known = min(degree, copies) > 0
+    count = asked or (degree * copies * layers if known else devices or 2 * max(degree, copies) * layers)
     if asked is not None and asked < 1:
         raise ConfigError(f"--nproc {asked}: expected at least 1; nearest valid: 1")
     if devices and count > devices:

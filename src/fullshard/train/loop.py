@@ -15,12 +15,15 @@ from __future__ import annotations
 import math
 import signal
 import time
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import loss_parallel
 
 import fullshard
 from fullshard import checkpoint
@@ -137,7 +140,7 @@ class Trainer:
     @property
     def share(self) -> int:
         """Sequences of a step of this process."""
-        return self.config.training.global_batch // self.world.size
+        return self.config.training.global_batch // self.world.shares
 
     @property
     def micro_batch(self) -> int:
@@ -213,7 +216,7 @@ class Trainer:
         # A stop request of any rank travels with the figures, so that all stop after the same step; so does the failure
         # of a save in the background.
         failed = checkpoints is not None and checkpoints.failed
-        figures = [nats, nbytes, float(stop_requested() != 0), float(failed)]
+        figures = [*self.world.counted([nats, nbytes]), float(stop_requested() != 0), float(failed)]
         nats, nbytes, signals, failures = self.world.total(figures)
         self.stopped_by = signal.SIGTERM if signals else 0
         if checkpoints is not None:
@@ -265,34 +268,38 @@ class Trainer:
 
     def _backward(self, starts: list[int]) -> tuple[float, float]:
         """Gradients of this rank's share of the windows; returns its summed loss in nats, and its bytes of text."""
-        own = starts[self.world.rank * self.share : (self.world.rank + 1) * self.share]
+        own = starts[self.world.share * self.share : (self.world.share + 1) * self.share]
         inputs, targets = windows(self.train_tokens, own, self.config.training.sequence_length)
-        # The reduction averages over ranks, so each weighs its tokens by the world's size: the result is the mean over
-        # the global batch, exact for powers of two.
-        weight = self.world.size / (len(starts) * inputs.shape[1])
+        # The reduction averages over shares, so each weighs its tokens by their number: the result is the mean over the
+        # global batch, exact for powers of two.
+        weight = self.world.shares / (len(starts) * inputs.shape[1])
 
         def loss_of(piece: slice) -> tuple[Tensor, float]:
             losses = self._losses(inputs[piece], targets[piece])
             return losses.sum() * weight, float(losses.detach().double().sum())
 
-        nats = sum(of_piece for _, of_piece in self.micro.backward(loss_of, self.share))
+        with loss_parallel() if self.config.sharding.parallelism.enable_loss_parallel else nullcontext():
+            nats = sum(of_piece for _, of_piece in self.micro.backward(loss_of, self.share))
         return nats, float(self.token_nbytes[targets].sum())
 
     def _losses(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """Cross entropy of each token in nats, (B*T,) float32; 0 where the target is padding."""
         logits = self.model(inputs.to(self.world.device))
+        if isinstance(logits, DTensor) and not torch.is_grad_enabled():
+            logits = logits.full_tensor()
         flat = targets.to(self.world.device).reshape(-1)
-        return F.cross_entropy(logits.flatten(0, 1).float(), flat, reduction="none", ignore_index=self.pad)
+        losses = F.cross_entropy(logits.flatten(0, 1).float(), flat, reduction="none", ignore_index=self.pad)
+        return losses.full_tensor() if isinstance(losses, DTensor) else losses
 
     @torch.no_grad()
     def validate(self) -> Loss:
         """The loss over the validation windows, independent of the number of ranks. Collective."""
         inputs, targets = self.validation
         # All ranks must run the same number of forward passes, so pad with windows that do not count.
-        filling = -len(inputs) % self.world.size
+        filling = -len(inputs) % self.world.shares
         inputs, targets = (F.pad(x, (0, 0, 0, filling), value=self.pad) for x in (inputs, targets))
-        share = len(inputs) // self.world.size
-        own = slice(self.world.rank * share, (self.world.rank + 1) * share)
+        share = len(inputs) // self.world.shares
+        own = slice(self.world.share * share, (self.world.share + 1) * share)
         nats = 0.0
         for first in range(own.start, own.stop, self.micro_batch):
             piece = slice(first, min(first + self.micro_batch, own.stop))
@@ -300,5 +307,6 @@ class Trainer:
         # The root keeps its full parameters after forward for a backward, which does not follow here.
         as_fsdp(self.model).reshard()
         counted = targets[own][targets[own] != self.pad]
-        sums = self.world.total([nats, len(counted), float(self.token_nbytes[counted].sum())])
+        figures = [nats, float(len(counted)), float(self.token_nbytes[counted].sum())]
+        sums = self.world.total(self.world.counted(figures))
         return Loss(sums[0], round(sums[1]), round(sums[2]))

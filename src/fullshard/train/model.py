@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate
 
 from fullshard import (
     CPUOffloadPolicy,
@@ -35,6 +35,9 @@ from fullshard import (
 )
 from fullshard.migrate.config import PrecisionKeys
 from fullshard.migrate.parallelism import ModelShape
+from fullshard.migrate.relations import Relations
+from fullshard.migrate.tensor_parallel import Replaced, apply_styles, divide, shape_for
+from fullshard.migrate.tree import Tree
 from fullshard.train.config import Config, OptimizerKeys
 
 
@@ -231,7 +234,9 @@ class Llama(nn.Module):
                 nn.init.trunc_normal_(value, std=std, a=-3 * std, b=3 * std, generator=generator)
             value = value.to(parameter.device)
             if isinstance(parameter, DTensor):
-                value = distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)
+                mesh = parameter.device_mesh
+                value = DTensor.from_local(value, mesh, [Replicate()] * mesh.ndim, run_check=False)
+                value = value.redistribute(placements=parameter.placements)  # no messages: a part of what is here
             parameter.copy_(value)
         for module in self.modules():
             if isinstance(module, Attention):
@@ -259,10 +264,14 @@ def llama_shape(config: Config, vocab: int) -> LlamaShape:
     return LlamaShape(vocab=vocab, context=config.training.sequence_length, **keys)
 
 
-def sharded_model(config: Config, vocab: int, mesh: DeviceMesh, device: torch.device) -> Llama:
-    """The model with its initial values, sharded over `mesh`. The values depend on training.seed, not on the mesh."""
+def sharded_model(
+    config: Config, vocab: int, mesh: DeviceMesh, device: torch.device, whole: DeviceMesh | None = None
+) -> Llama:
+    """The model with its initial values, sharded over `mesh`. The values depend on training.seed, not on the mesh.
+    `whole`: the mesh with all axes; its layers are divided over `tp` first."""
     with torch.device("meta"):
         model = Llama(llama_shape(config, vocab))
+    sequence = whole is not None and _divide(model, config, whole)
     keys, policy = config.sharding.sharding, precision_policy(config.sharding.precision)
     activations = config.sharding.activation_checkpointing
     if activations.at != "none":
@@ -288,7 +297,18 @@ def sharded_model(config: Config, vocab: int, mesh: DeviceMesh, device: torch.de
         for name, buffer in module.named_buffers(recurse=False):
             setattr(module, name, buffer.to(device))
     model.init_weights(config.training.seed)
+    if whole is not None:
+        Relations(model, config.axes(whole.size()), whole, sequence=sequence)
     return model
+
+
+def _divide(model: Llama, config: Config, whole: DeviceMesh) -> bool:
+    """Divide the layers over `tp`; returns whether each rank has its part of the tokens between them."""
+    tree, plan = Tree(model), config.sharding.parallel
+    division = divide(tree, plan)
+    plan.on(whole.size(), shape_for(tree, division, model.model_shape()))
+    apply_styles(tree, division, division.styles, whole["tp"], Replaced())
+    return division.sequence
 
 
 def precision_policy(keys: PrecisionKeys) -> MixedPrecisionPolicy:

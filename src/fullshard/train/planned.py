@@ -36,7 +36,9 @@ def programs_of(config: Config) -> Callable[[int | None], Program]:
 
 
 def strategy_of(config: Config, world: int, backend: str) -> Strategy:
-    """How the trainer shards and trains on `world` processes; after `Config.check_world`."""
+    """How the trainer shards and trains on `world` processes; after `Config.check_world`. Raises `ConfigError` for axes
+    that a plan does not count."""
+    config.refuse_axes("fullshard plan")
     keys, micro, sharding = config.training, config.micro_batch(world), config.sharding.sharding
     param, reduce, _ = config.sharding.precision.dtypes
     kept = sharding.reshard_after_forward

@@ -26,6 +26,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.rendezvous import rendezvous
 from torch.distributed.tensor import DTensor, Partial
 
+from fullshard.migrate.axes import Axes
+from fullshard.migrate.meshes import build_meshes
 from fullshard.train.config import Config, invalid
 
 # Set by the launcher: the file through which its processes meet, its process id, and the run folder, already created.
@@ -55,13 +57,29 @@ def threads_per_process(config: Config, local_processes: int) -> int:
 
 
 class World(NamedTuple):
-    """The processes of a run, as seen by one of them."""
+    """The processes of a run, as seen by one of them. `axes`: None where each process has data of its own."""
 
     rank: int
     size: int
     device: torch.device
     mesh: DeviceMesh  # all processes: (shard), or (replicate, shard)
     store: Any  # a torch store: small strings that the processes share before training
+    axes: Axes | None = None
+    whole: DeviceMesh | None = None  # with all axes; None for `mesh`
+
+    @property
+    def share(self) -> int:
+        """The number of this process's share of a batch."""
+        return self.rank if self.axes is None else self.axes.share(self.rank)[0]
+
+    @property
+    def shares(self) -> int:
+        return self.size if self.axes is None else self.axes.shares
+
+    def counted(self, values: list[float]) -> list[float]:
+        """`values` of a share of a batch, on one of the processes that have it; zeros on the others."""
+        first = self.axes is None or self.axes.group(self.rank, "pp", "cp", "tp")[0] == self.rank
+        return values if first else [0.0] * len(values)
 
     def total(self, values: list[float]) -> list[float]:
         """The sum of each value over all processes, in float64. Collective."""
@@ -73,7 +91,8 @@ class World(NamedTuple):
 
     def _combine(self, values: list[float], operation: str) -> list[float]:
         local = torch.tensor(values, dtype=torch.float64, device=self.device)
-        combined = DTensor.from_local(local, self.mesh, [Partial(operation)] * self.mesh.ndim).full_tensor()
+        mesh = self.whole or self.mesh
+        combined = DTensor.from_local(local, mesh, [Partial(operation)] * mesh.ndim).full_tensor()
         return [float(value) for value in combined.tolist()]
 
     def agree(self, what: str, value: str) -> None:
@@ -111,10 +130,18 @@ def joined_world(config: Config) -> Iterator[World]:
         device_id=device if kind == "cuda" else None,
     )
     try:
-        mesh = data_parallel_mesh(config, kind, size)
-        yield World(rank, size, device, mesh, PrefixStore("train", store))
+        yield world_of(config, rank, size, device, PrefixStore("train", store))
     finally:
         dist.destroy_process_group()
+
+
+def world_of(config: Config, rank: int, size: int, device: torch.device, store: Any) -> World:
+    """The processes with their meshes, after the process group was made. Collective."""
+    if not config.sharding.parallelism.beyond_data:
+        return World(rank, size, device, data_parallel_mesh(config, device.type, size), store)
+    axes = config.axes(size)
+    whole, mesh = build_meshes(axes, device.type)
+    return World(rank, size, device, mesh, store, axes, whole)
 
 
 def data_parallel_mesh(config: Config, kind: str, size: int) -> DeviceMesh:

@@ -29,7 +29,7 @@ def train(config: Config, world: World, run_dir: Path) -> None:
     world.agree("SHA-256 of the corpus", corpus.sha256)
     tokenizer = _tokenizer(config, world, corpus, run_dir)
     split = data.tokenize(corpus, tokenizer, config.data.validation_fraction)
-    model = sharded_model(config, tokenizer.vocab, world.mesh, world.device)
+    model = sharded_model(config, tokenizer.vocab, world.mesh, world.device, world.whole)
     optimizer = adamw(model.parameters(), config.optimizer)
     trainer = Trainer(config, world, model, optimizer, split, tokenizer)
     found = report(model, optimizer)
@@ -207,6 +207,14 @@ def _sample(trainer: Trainer, tokenizer: data.Tokenizer) -> str:
     """Text from the sharded model. Collective; the text is the same on every rank and used on rank 0."""
     keys = trainer.config.training
     sample, device = trainer.config.sample, trainer.world.device
-    text = generate(trainer.model, tokenizer, sample, context=keys.sequence_length, seed=keys.seed, device=device)
+    text = generate(
+        trainer.model,
+        tokenizer,
+        sample,
+        context=keys.sequence_length,
+        seed=keys.seed,
+        device=device,
+        whole=trainer.world.whole is not None,
+    )
     as_fsdp(trainer.model).reshard()
     return text

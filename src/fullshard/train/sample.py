@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from fullshard.checkpoint.formats.hf import read_safetensors
 from fullshard.train.config import Config, SampleKeys, load_config
@@ -23,6 +24,7 @@ def generate(
     context: int,  # the model sees at most this many of the last tokens
     seed: int,
     device: torch.device | str = "cpu",
+    whole: bool = False,
 ) -> str:
     """The prompt and its continuation, always `keys.tokens` tokens long.
 
@@ -33,8 +35,11 @@ def generate(
     never = torch.tensor([tokenizer.bos, tokenizer.eos, tokenizer.pad])
     tokens = [tokenizer.bos, *tokenizer.encode(keys.prompt)]
     for _ in range(keys.tokens):
-        seen = torch.tensor([tokens[-context:]], device=device)
-        logits = model(seen)[0, -1].float().cpu()
+        seen = tokens[-context:]
+        # Padded to the length of training, which tensor parallelism divides; no token reads one after it.
+        padded = [*seen, *[tokenizer.pad] * (context - len(seen))] if whole else seen
+        out = model(torch.tensor([padded], device=device))
+        logits = (out.full_tensor() if isinstance(out, DTensor) else out)[0, len(seen) - 1].float().cpu()
         logits[never] = -torch.inf
         tokens.append(_draw(logits, keys.temperature, keys.top_k, generator))
     return tokenizer.decode(tokens)
