@@ -161,6 +161,7 @@ class Plan:
         return found
 
     @cached_property
+    @uncollected()
     def files(self) -> set[str]:
         """The names of all data files."""
         # Which parts have elements depends on the sizes of the dims that are cut.
@@ -241,7 +242,8 @@ def arranged(tensors: Iterable[tuple[TensorSpec, Layout, bool, bool]]) -> dict[s
         largest.append(sizes[id(rule), spec.shape] * itemsize(spec.dtype))
     total: dict[tuple[Layout, bool], int] = {}
     for (_, rule, apart, _), nbytes in zip(order, largest, strict=True):
-        total[rule, apart] = total.get((rule, apart), 0) + nbytes
+        if rule.num_replicas > 1:
+            total[rule, apart] = total.get((rule, apart), 0) + nbytes
     before = dict.fromkeys(total, 0)
     found: dict[str, TensorEntry] = {}
     volume, kind = 0, False
