@@ -55,6 +55,7 @@ API: dict[str, tuple[str, str, dict[str, tuple[str, ...]]]] = {
             ),
             "Full parameters": ("full_params", "unit_open"),
             "Averages": ("average",),
+            "Sleep": ("sleep", "wake"),
             "Hand over to an engine or another layout": ("weights", "transfer"),
             "Micro-batches and uneven data": ("MicroBatches", "joined"),
             "Failures and checks": (

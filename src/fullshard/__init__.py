@@ -57,6 +57,7 @@ __all__ = [
     "replicate",
     "report",
     "share_comm_ctx",
+    "sleep",
     "step_in_backward",
     "step_on_owners",
     "step_on_shards",
@@ -64,6 +65,7 @@ __all__ = [
     "transfer",
     "uninstall",
     "unit_open",
+    "wake",
     "weights",
 ]
 

@@ -33,9 +33,11 @@ from .extras import check_gradients as check_gradients
 from .extras import check_invariants as check_invariants
 from .extras import grad_stats as grad_stats
 from .extras import replay as replay
+from .extras import sleep as sleep
 from .extras import step_in_backward as step_in_backward
 from .extras import step_on_owners as step_on_owners
 from .extras import transfer as transfer
+from .extras import wake as wake
 from .extras import weights as weights
 from .migrate.activations import checkpoint_activations as checkpoint_activations
 from .migrate.config import ShardingConfig as ShardingConfig

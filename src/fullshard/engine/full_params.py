@@ -15,6 +15,7 @@ from .._torch import current_backward, dtensor_like, local_of, version_of
 from ..comm import whole_of
 from ..param import ShardedParam, full_of, local_part
 from ..schedule import Phase
+from .asleep import refuse_asleep
 from .optimizer_steps import note_lent, refuses_steps
 from .root import module_units
 from .unit import Unit
@@ -154,7 +155,8 @@ def refuse_in_step(units: Iterable[Unit]) -> None:
 
 
 def refuse_opened(unit: Unit, what: str) -> None:
-    """Raise `RuntimeError` when `what` is called while `unit` is open."""
+    """Raise `RuntimeError` when `what` is called while `unit` is open, or asleep."""
+    refuse_asleep(unit, what)
     if unit.opened is not None:
         raise RuntimeError(
             f"{what}: expected sharded parameters on {unit.record.name}, found that full_params put full ones there; "

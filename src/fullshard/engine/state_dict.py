@@ -27,6 +27,7 @@ from torch.optim import Optimizer
 
 from .._torch import dtensor_like, hand_over_hooks, local_of, run_first
 from ..param import Found, ShardedParam, Slot, can_digest, local_part, note_loaded
+from .asleep import refuse_asleep
 from .names import dotted_name, first_few
 from .optimizer_steps import refuses_steps
 from .padding_rows import note_row_loaded
@@ -187,6 +188,7 @@ class _ModuleHooks:
         self._values: dict[str, Tensor] = {}
 
     def before_saving(self, *_: object) -> None:
+        refuse_asleep(self._unit, "state_dict")
         if self._unit.opened is None:
             for group in self._unit.groups:
                 group.refuse_ignored()
@@ -203,6 +205,7 @@ class _ModuleHooks:
                 state_dict[key] = param.sharded.detach()
 
     def before_loading(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: object) -> None:
+        refuse_asleep(self._unit, "load_state_dict")
         if self._unit.opened is not None:
             return  # full parameters are on the module; torch loads them as usual
         if self._unit.root is not None:

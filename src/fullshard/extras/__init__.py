@@ -24,6 +24,9 @@ from .owners import step_on_owners as step_on_owners
 from .replay import Replay as Replay
 from .replay import ReplayError as ReplayError
 from .replay import replay as replay
+from .sleep import Slept as Slept
+from .sleep import sleep as sleep
+from .sleep import wake as wake
 from .step_in_backward import StepInBackward as StepInBackward
 from .step_in_backward import step_in_backward as step_in_backward
 from .transfer import Transfer as Transfer

@@ -1,0 +1,408 @@
+"""`sleep` and `wake`: give the device's memory of a model and its optimizer away, and take it back."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from .._torch import current_backward, local_of, set_local
+from ..comm import settle_uploads
+from ..engine.asleep import AsleepTensor, AsleepUnit, HeldOptimizers
+from ..engine.names import clean_name
+from ..engine.root import module_units
+from ..engine.unit import Unit
+from ..param import PendingGrad, local_data
+from ..peers import RanksDisagree, Scope, ask, scope_of, shown_ranks
+from ..policy.arguments import expect_callable, expect_flag, expect_module
+from .average import Average
+
+
+class Slept(NamedTuple):
+    """What `sleep` did on this rank, or `wake` undid, in bytes of tensors."""
+
+    # Copied from the device to page-locked host memory; given up without a copy; given back, of both.
+    moved_nbytes: int
+    dropped_nbytes: int
+    freed_nbytes: int
+    # Where it was, in host memory.
+    stayed_nbytes: int
+
+    def __str__(self) -> str:
+        return (
+            f"{self.freed_nbytes:,} bytes freed ({self.moved_nbytes:,} moved to the host, {self.dropped_nbytes:,} "
+            f"dropped); {self.stayed_nbytes:,} stay where they were, on the host"
+        )
+
+
+class _Memory:
+    """One storage that gave its memory away."""
+
+    def __init__(self, tensor: Tensor, *, drops: bool) -> None:
+        self.storage, self.device = tensor.untyped_storage(), tensor.device
+        self.nbytes = self.storage.nbytes()
+        self.drops = drops
+        # Memory that torch cannot resize (numpy has seen it, or it is shared) stays where it is.
+        can = self.storage.resizable()
+        self.moves = self.device.type != "cpu" and not drops and can
+        self.frees = self.moves or (drops and can)
+        self._host: Tensor | None = None
+
+    def _bytes(self) -> Tensor:
+        return torch.empty(0, dtype=torch.uint8, device=self.device).set_(self.storage)
+
+    def save(self) -> None:
+        """Begin to copy the values to the host."""
+        if self.moves:
+            self._host = torch.empty(self.nbytes, dtype=torch.uint8, pin_memory=True)
+            self._host.copy_(self._bytes(), non_blocking=True)
+
+    def free(self) -> None:
+        if self.frees:
+            self.storage.resize_(0)
+
+    def allocate(self) -> None:
+        if self.frees:
+            self.storage.resize_(self.nbytes)
+
+    def restore(self) -> None:
+        """Begin to copy the values back; what was dropped is NaN in each floating dtype."""
+        if self._host is not None:
+            self._bytes().copy_(self._host, non_blocking=True)
+        elif self.drops:
+            self._bytes().fill_(255)
+
+
+class _Sleeping:
+    """A model that is asleep."""
+
+    def __init__(self, model: nn.Module, optimizers: list[Optimizer], average: Average | None, *, drop: bool) -> None:
+        self.units = module_units(model)
+        self.drop = drop
+        # One for all tensors that share it, such as the shards of a unit.
+        self._memory: dict[tuple[torch.device, int], _Memory] = {}
+        # Undoes what shows that it is asleep.
+        self._shown: list[Callable[[], None]] = []
+        self._held: HeldOptimizers | None = None
+        self._marks: list[Callable[[], None]] = []
+        self._parameters: list[Tensor] = []
+        self._optimizers = optimizers
+        self._find(model, average)
+
+    # ---- what there is -------------------------------------------------------------------------------------
+
+    def _find(self, model: nn.Module, average: Average | None) -> None:
+        sharded = {id(param.sharded) for unit in self.units for param in unit.params}
+        for module_name, module in model.named_modules():
+            for key, parameter in module.named_parameters(recurse=False):
+                name = clean_name(f"{module_name}.{key}".lstrip("."))
+                self._parameters.append(parameter)
+                is_sharded = id(parameter) in sharded
+                self._take(parameter, name, drops=self.drop and is_sharded, into=(module._parameters, key))
+                if parameter.grad is not None and not isinstance(parameter.grad, PendingGrad):
+                    self._take(parameter.grad, f"the gradient of {name}")
+        for unit in self.units:
+            for param in unit.params:
+                for kept in (param.gradients.live_held(), param.gradients.live_partial()):
+                    if kept is not None:
+                        self._take(kept, f"the gradient of {param.name}")
+        for module_name, module in model.named_modules():
+            for name, tensor in module.named_buffers(recurse=False):
+                self._take(tensor, clean_name(f"{module_name}.{name}".lstrip(".")), into=(module._buffers, name))
+        for optimizer in self._optimizers:
+            for state in optimizer.state.values():
+                for key, value in state.items():
+                    if isinstance(value, Tensor):
+                        name = f"{key} of {type(optimizer).__name__}"
+                        self._take(value, name, drops=self.drop, into=(state, key))
+        if average is not None:
+            for name, mean in average._means.items():
+                self._take(mean, f"the average of {name}", into=(average._means, name))
+
+    def _take(self, tensor: Tensor, name: str, *, drops: bool = False, always: bool = False, into: Any = None) -> None:
+        """Note the memory of `tensor`. `into`: (dict, key) that has it."""
+        local = local_data(tensor)
+        if local.is_meta or not (type(local) is Tensor or isinstance(local, nn.Parameter)):
+            raise NotImplementedError(
+                f"{name}: expected a plain tensor with values, found {type(local).__name__} on {local.device}; sleep "
+                f"moves memory of plain tensors"
+            )
+        storage = local.untyped_storage()
+        if not storage.nbytes():
+            return
+        self._memory.setdefault((local.device, storage.data_ptr()), _Memory(local, drops=drops))
+        asleep = AsleepTensor.of(local, name)
+        if isinstance(tensor, DTensor):
+            self._marks.append(lambda: set_local(tensor, asleep))
+            self._shown.append(lambda: set_local(tensor, local))
+        elif into is not None:
+            entries, key = into
+            self._marks.append(lambda: entries.__setitem__(key, asleep))
+            self._shown.append(lambda: entries.__setitem__(key, tensor))
+
+    @property
+    def report(self) -> Slept:
+        """The bytes of this rank."""
+        memory = self._memory.values()
+        return Slept(
+            sum(m.nbytes for m in memory if m.moves),
+            sum(m.nbytes for m in memory if m.drops),
+            sum(m.nbytes for m in memory if m.frees),
+            sum(m.nbytes for m in memory if not m.frees),
+        )
+
+    # ---- there and back ------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """Give the memory away."""
+        _synchronize(self.units)
+        with torch.inference_mode(False), torch.no_grad():
+            for memory in self._memory.values():
+                memory.save()
+            _synchronize(self.units)
+            self._fall_asleep()
+
+    def _fall_asleep(self) -> None:
+        for memory in self._memory.values():
+            memory.free()
+        for mark in self._marks:
+            mark()
+        for unit in self.units:
+            unit.opened = AsleepUnit(unit)
+        self._held = HeldOptimizers(self._parameters, self._optimizers)
+        _empty_cache(self.units)
+
+    def allocate(self) -> str:
+        """Take the memory back. Returns why that is impossible, if so; then nothing was taken."""
+        done: list[_Memory] = []
+        for memory in self._memory.values():
+            try:
+                memory.allocate()
+            except (torch.OutOfMemoryError, RuntimeError, MemoryError) as error:
+                for one in done:
+                    one.free()
+                _empty_cache(self.units)
+                return str(error).partition("\n")[0] or type(error).__name__
+            done.append(memory)
+        return ""
+
+    def free(self) -> None:
+        """Give what `allocate` took away again."""
+        for memory in self._memory.values():
+            memory.free()
+        _empty_cache(self.units)
+
+    def end(self, load: Callable[[], object] | None) -> None:
+        """Put the values back, and let the model be used. If `load` raises, it is asleep as before."""
+        with torch.inference_mode(False), torch.no_grad():
+            for memory in self._memory.values():
+                memory.restore()
+        _synchronize(self.units)
+        for show in self._shown:
+            show()
+        for unit in self.units:
+            unit.opened = None
+        assert self._held is not None
+        self._held.release()
+        if load is None:
+            return
+        try:
+            load()
+            untouched = [param.name for unit in self.units for param in unit.params if _is_unwritten(param.sharded)]
+            if untouched:
+                raise RuntimeError(
+                    f"wake: expected load() to write every parameter that was dropped, found {len(untouched)} without "
+                    f"values, among them {', '.join(untouched[:4])}; load the whole model there"
+                )
+        except BaseException:
+            self._fall_asleep()
+            raise
+
+
+_asleep: weakref.WeakKeyDictionary[nn.Module, _Sleeping] = weakref.WeakKeyDictionary()
+
+
+def sleep(
+    model: nn.Module,
+    optimizer: Optimizer | Iterable[Optimizer] | None = None,
+    *,
+    average: Average | None = None,
+    drop: bool = False,
+) -> Slept:
+    """Move what a sharded model holds on its device to page-locked host memory, and give the device its memory back.
+
+        fullshard.sleep(model, optimizer)
+        rollout()
+        fullshard.wake(model)
+
+    That is shards, gradients (those that are still accumulated, too), buffers, parameters that are not sharded, and the
+    state of `optimizer`; full parameters are freed. Tensors keep their identity, so that optimizers, views and hooks
+    hold; after `wake` all bits are those of before. Until then a forward, a backward, `unshard`, `full_params`, a state
+    dict, a checkpoint, an optimizer's step and an operation on a parameter, gradient or state raise `RuntimeError`
+    with its name. A view that the program made itself, such as `p.to_local()`, has no memory meanwhile: do not read it.
+
+    model: the outermost sharded module. All ranks call this together, outside of a step; nothing is sent but questions
+        whether all do.
+    optimizer: one or several; None leaves their state where it is.
+    average: of `fullshard.average`, moved too.
+    drop: give parameters and the optimizer's state up without a copy. `wake` then needs a `load`. Gradients have to be
+        cleared before.
+    What is in host memory stays there, on a CPU and with CPU offload: its use is refused too, and nothing is freed,
+    except what `drop` gives up and torch can resize. Returns the bytes of this rank.
+
+    What a failed step left is discarded first. Raises `RuntimeError` if it is asleep, in a step, or with reductions
+    under way, `RanksDisagree` on all ranks if their arguments differ, and `NotImplementedError` for tensor subclasses.
+    """
+    expect_module("model", model)
+    expect_flag("drop", drop)
+    optimizers = [] if optimizer is None else [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
+    units = module_units(model)
+    if not units:
+        raise ValueError(f"sleep: expected a model that fully_shard was applied to, found a {type(model).__name__}")
+    for unit in units:
+        _refuse_now(unit)
+    scopes = _scopes(units)
+    _meet(units, scopes)
+    text = f"optimizers={len(optimizers)}, average={average is not None}, drop={drop}"
+    for scope in scopes:
+        found = ask(scope, "fullshard.sleep", text)
+        if found is not None:
+            raise RanksDisagree(
+                "sleep: expected the same arguments on every rank, found others; call fullshard.sleep with the same "
+                "arguments on all ranks",
+                what="fullshard.sleep",
+                by_rank=found,
+            )
+    for unit in units:
+        if unit.root is not None:
+            unit.root.reshard(unit)
+        unit.repair()
+        if unit.host_link is not None:
+            unit.host_link.settle()
+    settle_uploads()
+    if drop and any(p.grad is not None for p in model.parameters()):
+        raise RuntimeError("sleep: expected no gradients with drop=True, found some; call optimizer.zero_grad() first")
+    sleeping = _Sleeping(model, optimizers, average, drop=drop)
+    sleeping.begin()
+    _asleep[model] = sleeping
+    return sleeping.report
+
+
+def wake(model: nn.Module, *, load: Callable[[], object] | None = None) -> Slept:
+    """Undo `sleep`: take the device's memory back, with the values of before. All ranks call this together.
+
+    load: called when the memory is there, for a model that was put to sleep with `drop=True`: it has to write all
+        parameters, from a checkpoint for example, `lambda: checkpoint.load({"model": model.state_dict()},
+        checkpoint_id=path)`, and the optimizer's state. Without it what was dropped would be NaN. If it raises, the
+        model is asleep as before.
+    Returns the bytes of this rank. Raises `RuntimeError` if the model is not asleep, and, on all ranks, if a rank has
+    no room: then all are asleep as before.
+    """
+    expect_module("model", model)
+    expect_callable("load", load, "a function without arguments", or_none=True)
+    sleeping = _asleep.get(model)
+    if sleeping is None:
+        raise RuntimeError(
+            f"wake: expected a model that is asleep, found {type(model).__name__} awake; call fullshard.sleep first, "
+            f"with the same module"
+        )
+    if sleeping.drop is (load is None):
+        found, remedy = ("dropped", "pass load=") if sleeping.drop else ("kept", "leave load out")
+        raise ValueError(
+            f"wake: expected load for values that were dropped alone, found that they were {found}; {remedy}"
+        )
+    scopes = _scopes(sleeping.units)
+    _meet(sleeping.units, scopes)
+    problem = sleeping.allocate()
+    without: list[int] = [0] if problem else []
+    for scope in scopes:
+        answers = scope.agree("fullshard.wake", "no room" if problem else "room")
+        if answers is not None:
+            without = sorted(rank for rank, told in answers.items() if "no room" in told)
+            strangers = [rank for rank, told in answers.items() if told not in ("room", "no room")]
+            if strangers and not problem:
+                sleeping.free()
+            if strangers:
+                raise RanksDisagree(
+                    f"wake: expected all ranks to wake, found {shown_ranks(strangers)} elsewhere; call fullshard.wake "
+                    f"on all ranks",
+                    what="fullshard.wake",
+                    by_rank=answers,
+                )
+        elif problem:
+            without = list(scope.ranks)
+    if without:
+        if not problem:
+            sleeping.free()
+        raise RuntimeError(
+            f"wake: expected room for {sleeping.report.freed_nbytes:,} bytes on this rank, found none on "
+            f"{shown_ranks(without)}{f' ({problem})' if problem else ''}; all ranks are asleep as before: free the "
+            f"device's memory, and wake again"
+        )
+    sleeping.end(load)
+    del _asleep[model]
+    return sleeping.report
+
+
+# ---- shared ----------------------------------------------------------------------------------------------------------
+
+
+def _is_unwritten(tensor: Tensor) -> bool:
+    """Whether `tensor` has what `_Memory.restore` put where values were dropped."""
+    local = local_of(tensor).detach()
+    return local.numel() > 0 and bool(local.contiguous().view(-1).view(torch.uint8).eq(255).all())
+
+
+def _refuse_now(unit: Unit) -> None:
+    """Raise `RuntimeError` if `unit` cannot be put to sleep now."""
+    name, root = unit.record.name, unit.root
+    if isinstance(unit.opened, AsleepUnit):
+        raise RuntimeError(f"sleep: expected a model that is awake, found {name} asleep; call fullshard.wake first")
+    if unit.opened is not None:
+        raise RuntimeError(f"sleep: expected sharded parameters, found {name} open; leave full_params first")
+    if current_backward() != -1 or unit.record.pins.running:
+        raise RuntimeError(
+            f"sleep: expected no forward and no backward, found one of {name} running; call it between steps"
+        )
+    if root is not None and (root.run.ending.waits or root.run.ending.sent):
+        raise RuntimeError(
+            f"sleep: expected gradients that are there, found reductions of {name} under way; call "
+            f"finalize_backward first"
+        )
+
+
+def _meet(units: Iterable[Unit], scopes: Iterable[Scope]) -> None:
+    """After a failure: wait for all ranks, and discard what a failed step left, as the next forward would."""
+    renewed = any([scope.resume() for scope in scopes if scope.failures.must_meet])
+    for root in dict.fromkeys(unit.root for unit in units):
+        if root is not None:
+            root.met_by_hand(renewed=renewed)
+
+
+def _scopes(units: Iterable[Unit]) -> list[Scope]:
+    """The ranks that share parameters of `units`, in one order on all of them."""
+    found = {tuple(sorted(links.everyone)) for unit in units for links in unit.links}
+    scopes = (scope_of(ranks) for ranks in sorted(found, key=lambda ranks: (len(ranks), ranks)))
+    return [scope for scope in scopes if scope is not None]
+
+
+def _devices(units: Iterable[Unit]) -> set[torch.device]:
+    return {unit.device for unit in units if unit.device.type != "cpu"}
+
+
+def _synchronize(units: Iterable[Unit]) -> None:
+    for device in _devices(units):
+        torch.accelerator.synchronize(device)
+
+
+def _empty_cache(units: Iterable[Unit]) -> None:
+    """Return freed blocks to the device, where other processes can have them."""
+    for device in _devices(units):
+        empty = getattr(torch.get_device_module(device), "empty_cache", None)
+        if empty is not None:
+            empty()

@@ -1,0 +1,322 @@
+"""`fullshard.sleep` and `wake`: what is refused meanwhile, and that nothing changed. Memory: tests/device."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+
+import fullshard
+from fullshard import checkpoint
+from fullshard.extras import Slept
+from tests.harness.models import BY_NAME, Trained, adamw, assert_same_training, collect, seeded
+from tests.harness.threads import run_ranks
+
+CASE = BY_NAME["tied"]
+
+
+class _Normed(nn.Module):
+    """With buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(7, 6)
+        self.norm = nn.BatchNorm1d(6)
+        self.last = nn.Linear(6, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.norm(self.first(x)))
+
+
+def _model(**options: Any) -> Any:
+    return CASE.shard(CASE.build(), fullshard.fully_shard, **options)
+
+
+def _step(model: Any, optimizer: Any, rank: int, step: int, case: Any = CASE) -> None:
+    case.loss(model, case.batch(step, rank)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def _trains(rank: int, sleeps: bool, shape: tuple[int, int] | None = None, **options: Any) -> tuple[Trained, Any]:
+    if shape is not None:
+        options["mesh"] = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
+    model = _model(**options)
+    optimizer = adamw(model.parameters(), watched=False)
+    mean = fullshard.average(model, decay=0.5)
+    reports: list[Slept] = []
+    same = True
+    for step in range(3):
+        _step(model, optimizer, rank, step)
+        mean.update()
+        # One micro-batch of a window, and gradients that were reduced.
+        model.set_requires_gradient_sync(step != 1)
+        CASE.loss(model, CASE.batch(10 + step, rank)).backward()
+        model.set_requires_gradient_sync(True)
+        if sleeps:
+            held = [*model.parameters(), *(p._local_tensor for p in model.parameters())]
+            reports.append(fullshard.sleep(model, optimizer, average=mean))
+            reports.append(fullshard.wake(model))
+            now = [*model.parameters(), *(p._local_tensor for p in model.parameters())]
+            same = same and all(one is other for one, other in zip(held, now, strict=True))
+    _step(model, optimizer, rank, 20)
+    return collect(model, optimizer), (reports, same, mean.state_dict()["means"])
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "freed": {},
+    "kept": {"reshard_after_forward": False},
+    "replicas": {"shape": (2, 1)},
+    "offload": {"offload_policy": fullshard.CPUOffloadPolicy(pin_memory=False)},
+    "mixed": {"mp_policy": fullshard.MixedPrecisionPolicy(torch.bfloat16, torch.float32)},
+}
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_bits_are_those_of_before(options: str) -> None:
+    slept = run_ranks(2, lambda rank: _trains(rank, True, **OPTIONS[options]))
+    awake = run_ranks(2, lambda rank: _trains(rank, False, **OPTIONS[options]))
+    for (found, (reports, same, means)), (expected, (_, _, wanted)) in zip(slept, awake, strict=True):
+        assert_same_training(found, expected, eps_multiple=0)
+        assert same
+        for name, mean in means.items():
+            assert torch.equal(mean.to_local(), wanted[name].to_local())
+        # Nothing is freed on a host, and nothing is said to be.
+        assert all(report.freed_nbytes == report.moved_nbytes == 0 < report.stayed_nbytes for report in reports)
+
+
+def _uses(model: Any, optimizer: Any, mean: Any, path: str) -> dict[str, Callable[[], Any]]:
+    p = next(model.parameters())
+    batch = CASE.batch(0, 0)
+    return {
+        "forward": lambda: CASE.loss(model, batch),
+        "evaluation": lambda: torch.no_grad()(model)(batch[0]),
+        "a forward of a part": lambda: model.layers[0](torch.zeros(1, 2, 12)),
+        "step": optimizer.step,
+        "step of another optimizer": torch.optim.SGD(list(model.parameters()), lr=0.1).step,
+        "optimizer.state_dict": optimizer.state_dict,
+        "optimizer.load_state_dict": lambda: optimizer.load_state_dict({"state": {}, "param_groups": []}),
+        "state_dict": model.state_dict,
+        "state_dict, keep_vars": lambda: model.state_dict(keep_vars=True),
+        "load_state_dict": lambda: model.load_state_dict({}, strict=False),
+        "clip": lambda: fullshard.clip_grad_norm_(model.parameters(), 1.0),
+        "torch's clip": lambda: torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0),
+        "checkpoint": lambda: checkpoint.save({"model": model.state_dict()}, checkpoint_id=path),
+        "full_params": lambda: fullshard.full_params(model).__enter__(),
+        "unshard": model.unshard,
+        "unit_open": lambda: fullshard.unit_open(model.layers[0]).__enter__(),
+        "full_tensor": p.full_tensor,
+        "arithmetic": lambda: p + 1,
+        "in place": lambda: torch.no_grad()(p.add_)(1),
+        "item": lambda: p.to_local().sum().item(),
+        "copy": lambda: copy.deepcopy(p),
+        "gradient": lambda: p.grad + 1,
+        "state": lambda: optimizer.state[p]["exp_avg"] + 1,
+        "average": mean.update,
+        "weights": lambda: dict(fullshard.weights(model).tensors()),
+    }
+
+
+def _refused(rank: int, path: str) -> dict[str, str]:
+    model = _model()
+    optimizer = adamw(model.parameters(), watched=False)
+    mean = fullshard.average(model, decay=0.5)
+    _step(model, optimizer, rank, 0)
+    CASE.loss(model, CASE.batch(1, rank)).backward()
+    uses = _uses(model, optimizer, mean, path)
+    fullshard.sleep(model, optimizer, average=mean)
+    said = {}
+    for name, use in uses.items():
+        try:
+            use()
+            said[name] = "nothing"
+        except Exception as error:
+            said[name] = f"{type(error).__name__}: {error}"
+    return said
+
+
+def test_every_use_meanwhile_is_an_error_by_name(tmp_path: Path) -> None:
+    (said,) = run_ranks(1, lambda rank: _refused(rank, str(tmp_path / "x")))
+    wrong = {name: text for name, text in said.items() if "asleep" not in text or "fullshard.wake" not in text}
+    assert not wrong
+
+
+def _calls(rank: int) -> list[str]:
+    said: list[str] = []
+
+    def refused(call: Callable[[], Any]) -> None:
+        with pytest.raises((RuntimeError, ValueError, TypeError)) as caught:
+            call()
+        said.append(str(caught.value))
+
+    model = _model()
+    optimizer = adamw(model.parameters(), watched=False)
+    refused(lambda: fullshard.wake(model))
+    refused(lambda: fullshard.sleep(nn.Linear(2, 2)))
+    handle = model.layers[1].register_forward_hook(lambda *_: fullshard.sleep(model))
+    refused(lambda: CASE.loss(model, CASE.batch(0, rank)))
+    handle.remove()
+    fullshard.sleep(model)  # what the failed forward left is discarded
+    fullshard.wake(model)
+    _step(model, optimizer, rank, 0)
+    fullshard.sleep(model)
+    refused(lambda: fullshard.sleep(model))
+    refused(lambda: fullshard.wake(model, load=lambda: None))
+    fullshard.wake(model)
+    CASE.loss(model, CASE.batch(0, rank)).backward()
+    refused(lambda: fullshard.sleep(model, drop=True))
+    model.zero_grad()
+    with fullshard.full_params(model):
+        refused(lambda: fullshard.sleep(model))
+    return said
+
+
+def test_calls_out_of_place() -> None:
+    (said,) = run_ranks(1, _calls)
+    expected = [
+        "expected a model that is asleep",
+        "expected a model that fully_shard was applied to",
+        "expected no forward and no backward",
+        "expected a model that is awake",
+        "leave load out",
+        "expected no gradients with drop=True",
+        "leave full_params first",
+    ]
+    assert all(part in text for part, text in zip(expected, said, strict=True)), said
+
+
+def _dropped(rank: int, path: str) -> tuple[Slept, list[str], bool, Trained, Trained]:
+    model = _model()
+    optimizer = adamw(model.parameters(), watched=False)
+    _step(model, optimizer, rank, 0)
+    before = collect(model, optimizer)
+    saved, of_optimizer = checkpoint.get_state_dict(model, optimizer)
+    checkpoint.save({"model": saved, "optimizer": of_optimizer}, checkpoint_id=path)
+    report = fullshard.sleep(model, optimizer, drop=True)
+    said = []
+
+    def broken() -> None:
+        raise OSError("no such disk")
+
+    def load() -> None:
+        state = dict(zip(("model", "optimizer"), checkpoint.get_state_dict(model, optimizer), strict=True))
+        checkpoint.load(state, checkpoint_id=path)
+        checkpoint.set_state_dict(
+            model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
+        )
+
+    for given in (None, broken, lambda: None):
+        try:
+            fullshard.wake(model, load=given)
+        except (OSError, RuntimeError, ValueError) as error:
+            said.append(str(error))
+    try:
+        model.state_dict()
+    except RuntimeError as error:
+        said.append(str(error))
+    fullshard.wake(model, load=load)
+    after = collect(model, optimizer)
+    _step(model, optimizer, rank, 1)
+    return report, said, True, before, after
+
+
+def test_dropped_and_loaded(tmp_path: Path) -> None:
+    for report, said, _, before, after in run_ranks(2, lambda rank: _dropped(rank, str(tmp_path / "x"))):
+        assert report.dropped_nbytes >= report.freed_nbytes > 0 == report.moved_nbytes
+        assert ["pass load=", "no such disk", "without values", "asleep"] == [
+            next(part for part in ("pass load=", "no such disk", "without values", "asleep") if part in text)
+            for text in said
+        ]
+        assert_same_training(after, before, eps_multiple=0)
+
+
+def _alone(rank: int, what: str) -> str:
+    model = _model()
+    optimizer = adamw(model.parameters(), watched=False)
+    _step(model, optimizer, rank, 0)
+    try:
+        if what == "sleep" and rank == 0:
+            _step(model, optimizer, rank, 1)
+        elif what == "arguments":
+            fullshard.sleep(model, optimizer if rank else None)
+        else:
+            fullshard.sleep(model)
+        if what == "wake" and rank == 0:
+            fullshard.wake(model)
+        _step(model, optimizer, rank, 1)
+    except RuntimeError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+@pytest.mark.parametrize("what", ["sleep", "arguments", "wake"])
+def test_one_rank_alone_is_named(what: str) -> None:
+    for said in run_ranks(2, lambda rank: _alone(rank, what)):
+        assert "sleep" in said or "wake" in said, said
+
+
+def _no_room(rank: int, monkeypatch: pytest.MonkeyPatch) -> tuple[str, str, bool]:
+    from fullshard.extras.sleep import _Memory
+
+    model = _model()
+    optimizer = adamw(model.parameters(), watched=False)
+    _step(model, optimizer, rank, 0)
+    before = collect(model, optimizer)
+    fullshard.sleep(model, optimizer)
+    real, count = _Memory.allocate, [0]
+
+    def full(self: Any) -> None:
+        if rank == 1 and full_now[rank]:
+            count[0] += 1
+            if count[0] == 3:
+                raise torch.OutOfMemoryError("out of memory, tried to allocate 2 GiB\nmore")
+        real(self)
+
+    full_now[rank] = True
+    if rank == 1:
+        monkeypatch.setattr(_Memory, "allocate", full)
+    said = []
+    for use in (lambda: fullshard.wake(model), model.state_dict):
+        try:
+            use()
+            said.append("")
+        except RuntimeError as error:
+            said.append(str(error))
+    full_now[rank] = False
+    fullshard.wake(model)
+    after = collect(model, optimizer)
+    return said[0], said[1], all(torch.equal(after.params[name], before.params[name]) for name in before.params)
+
+
+full_now = [False, False]
+
+
+def test_without_room_all_stay_asleep(monkeypatch: pytest.MonkeyPatch) -> None:
+    for rank, (said, used, same) in enumerate(run_ranks(2, lambda rank: _no_room(rank, monkeypatch))):
+        assert "none on rank 1" in said and ("2 GiB" in said) is (rank == 1)
+        assert "asleep" in used and same
+
+
+def _hooked(rank: int) -> bool:
+    model = fullshard.fully_shard(seeded(_Normed))
+    optimizer = adamw(model.parameters(), watched=False)
+    seen: list[Tensor] = []
+    p = next(model.parameters())
+    p.register_hook(lambda gradient: seen.append(gradient))
+    x = torch.randn(4, 7, generator=torch.Generator().manual_seed(rank))
+    model(x).sum().backward()
+    fullshard.sleep(model, optimizer)
+    fullshard.wake(model)
+    model(x).sum().backward()
+    return len(seen) == 2 and isinstance(p, DTensor) and p is next(model.parameters())
+
+
+def test_hooks_and_buffers() -> None:
+    assert run_ranks(1, _hooked) == [True]
