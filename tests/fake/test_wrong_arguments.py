@@ -144,6 +144,7 @@ FUNCTIONS: dict[str, Call] = {
             "module": Argument(lambda given: given.plain, "module modules"),
             "reshard_after_forward": _is(True, "None True"),
             "shard_placement_fn": _is(None, CALLABLE),
+            "optional": _is(False, "True"),
             **POLICIES,
         },
     ),
@@ -158,6 +159,16 @@ FUNCTIONS: dict[str, Call] = {
             "buffers": FLAG,
         },
     ),
+    "sleep": (
+        fullshard.sleep,
+        {
+            "model": MODEL,
+            "optimizer": Argument(lambda given: given.optimizer, "None list"),
+            "average": MAYBE,
+            "drop": _is(False, "True"),
+        },
+    ),
+    "wake": (fullshard.wake, {"model": MODEL._replace(taken="module"), "load": _is(None, CALLABLE)}),
     "weights": (
         fullshard.weights,
         {

@@ -158,6 +158,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 def test_training_equals_one_process(world: int, options: str) -> None:
@@ -178,7 +179,7 @@ def test_training_equals_one_process(world: int, options: str) -> None:
 # ---- the strategies --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("shape", [(2, 2), (2, 1)], ids=str)
+@pytest.mark.parametrize("shape", [pytest.param((2, 2), marks=pytest.mark.slow), (2, 1)], ids=str)
 def test_replicas(shape: tuple[int, int]) -> None:
     world = shape[0] * shape[1]
     models = [seeded(Model) for _ in range(world)]
@@ -196,6 +197,7 @@ def test_recomputation() -> None:
         assert_same_training(trained, expected)
 
 
+@pytest.mark.slow
 def test_a_part_stays_on_the_ranks_of_a_block() -> None:
     models = [seeded(Model) for _ in range(4)]
     expected = reference(4, STEPS)

@@ -19,12 +19,12 @@ from ..engine.root import module_units
 from ..engine.unit import Unit
 from ..param import PendingGrad, local_data
 from ..peers import RanksDisagree, Scope, ask, scope_of, shown_ranks
-from ..policy.arguments import expect_callable, expect_flag, expect_module
+from ..policy.arguments import expect, expect_callable, expect_flag, expect_module, expect_optimizers
 from .average import Average
 
 
 class Slept(NamedTuple):
-    """What `sleep` did on this rank, or `wake` undid, in bytes of tensors."""
+    """The bytes of this rank that `sleep` gave away, or `wake` took back."""
 
     # Copied from the device to page-locked host memory; given up without a copy; given back, of both.
     moved_nbytes: int
@@ -90,7 +90,7 @@ class _Sleeping:
         self._shown: list[Callable[[], None]] = []
         self._held: HeldOptimizers | None = None
         self._marks: list[Callable[[], None]] = []
-        self._parameters: list[Tensor] = []
+        self._of_model: list[Tensor] = []
         self._optimizers = optimizers
         self._find(model, average)
 
@@ -101,7 +101,7 @@ class _Sleeping:
         for module_name, module in model.named_modules():
             for key, parameter in module.named_parameters(recurse=False):
                 name = clean_name(f"{module_name}.{key}".lstrip("."))
-                self._parameters.append(parameter)
+                self._of_model.append(parameter)
                 is_sharded = id(parameter) in sharded
                 self._take(parameter, name, drops=self.drop and is_sharded, into=(module._parameters, key))
                 if parameter.grad is not None and not isinstance(parameter.grad, PendingGrad):
@@ -174,7 +174,7 @@ class _Sleeping:
             mark()
         for unit in self.units:
             unit.opened = AsleepUnit(unit)
-        self._held = HeldOptimizers(self._parameters, self._optimizers)
+        self._held = HeldOptimizers(self._of_model, self._optimizers)
         _empty_cache(self.units)
 
     def allocate(self) -> str:
@@ -260,10 +260,15 @@ def sleep(
     """
     expect_module("model", model)
     expect_flag("drop", drop)
-    optimizers = [] if optimizer is None else [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
+    optimizers = [] if optimizer is None else expect_optimizers("optimizer", optimizer)
+    fits = average is None or isinstance(average, Average)
+    expect("average", fits, "what fullshard.average returned, or None", average, "leave it out")
     units = module_units(model)
     if not units:
-        raise ValueError(f"sleep: expected a model that fully_shard was applied to, found a {type(model).__name__}")
+        raise ValueError(
+            f"model: expected one that fully_shard was applied to, found a {type(model).__name__}; give the outermost "
+            f"sharded module"
+        )
     for unit in units:
         _refuse_now(unit)
     scopes = _scopes(units)
