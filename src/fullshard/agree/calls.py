@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from .._torch import gradient_versions, versions_of_gradient
+from ..engine.foreign_steps import ON_OWNERS
 from ..engine.names import parameter_names
 from ..engine.optimizer_steps import optimizer_steps, tell_each_step
 from ..engine.unit import AnyRoot, Unit
@@ -86,6 +87,8 @@ class OptimizerFacts:
         self._names: list[tuple[int, str]] = []
         self._states = -1
         self._state = optimizer.state
+        # Whether state that has not its parameter's shape is on one rank alone (extras/owners.py).
+        self._has_owners = False
         found: dict[Any, tuple[list[Tensor], list[int], list[str]]] = {}
         # The parameters outside of the root, by the name that the optimizer was given, or by a number.
         self.beside: dict[str, Tensor] = {}
@@ -128,6 +131,7 @@ class OptimizerFacts:
             self._note_options(groups, raw)
         if not changes:
             return {}
+        self._has_owners = ON_OWNERS in vars(optimizer)
         replaced = self._state is not optimizer.state
         if replaced or len(optimizer.state) != self._states:
             self._state, self._states = optimizer.state, len(optimizer.state)
@@ -172,7 +176,7 @@ class OptimizerFacts:
     def _state_text(self, part: _MeshPart, replaced: bool) -> str:
         """Returns the size of the state and the change of its step counter; constant during normal training."""
         counter = None
-        if part.states:
+        if part.states and not self._has_owners:
             first = next(filter(self._state.__contains__, part.params), None)
             counter = None if first is None else _counter(self._state[first])
         before, part.counter = part.counter, counter

@@ -349,12 +349,16 @@ class OwnerSteps:
             self._fleets.append(Fleet(plan, line, tuple(wholes), tuple(first_rows)))
             for whole, owner in zip(wholes, plan.owners, strict=True):
                 self._owners[id(whole.parameter), whole.number] = owner
-                if owner != line.rank and whole.parameter in optimizer.state:
-                    # After a load all ranks have it.
-                    entries = optimizer.state[whole.parameter]
+        self._on_shards, self._signature = found.on_shards, seen
+
+    def _leave_to_owners(self) -> None:
+        """Drop state that another rank keeps whole: after a load all ranks have it. No message."""
+        for fleet in self._fleets:
+            for whole, owner in zip(fleet.wholes, fleet.plan.owners, strict=True):
+                entries = self._optimizer.state.get(whole.parameter)
+                if owner != fleet.line.rank and entries:
                     for name in whole.kept(entries):
                         del entries[whole.kept_key(name)]
-        self._on_shards, self._signature = found.on_shards, seen
 
     # ---- a step --------------------------------------------------------------------------------------------
 
@@ -369,6 +373,7 @@ class OwnerSteps:
                 f"state, and call accept() of what step_on_owners returned"
             )
         self._prepare()
+        self._leave_to_owners()
         settings, written = Settings(optimizer), list[str]()
         with torch.no_grad():
             for fleet in self._fleets:
