@@ -29,7 +29,8 @@ def other_algorithm(optimizer: Optimizer, group: dict[str, Any], stored: dict[st
         # Settings that a newer version of the class has, it adds itself.
         probe = object.__new__(kind)
         probe.__setstate__({"defaults": dict(optimizer.defaults), "state": {}, "param_groups": [filled]})
-    lacks, foreign = optimizer.defaults.keys() - filled.keys(), set[str]()
+    # torch adds `differentiable` to the defaults of any optimizer that loads a state.
+    lacks, foreign = optimizer.defaults.keys() - filled.keys() - {"differentiable"}, set[str]()
     if kind.__module__.startswith("torch.optim"):
         lacks |= _ALGORITHM.intersection(optimizer.defaults).difference(stored)
         foreign = set(_ALGORITHM.intersection(stored).difference(optimizer.defaults, group))
