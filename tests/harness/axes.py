@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -13,11 +13,19 @@ from torch import Tensor, nn
 import fullshard
 from fullshard import Prepared, prepare_fully_shard
 from fullshard.train.model import Llama, LlamaShape
+from tests.harness import tolerance
 from tests.harness.models import Trained, adamw, collect, seeded
 
 STEPS, VOCABULARY, TOKENS = 3, 32, 8
 # Below the norm of each step, so that clipping changes each of them.
 MAX_NORM = 0.5
+
+
+class Norm(NamedTuple):
+    """A norm of gradients, and by how much of it rounding may be off."""
+
+    value: float
+    relative: float
 
 
 def llama(*, tied: bool = False, **sizes: int) -> Llama:
@@ -62,7 +70,7 @@ def loss(model: nn.Module, tokens: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
 
 
-def plainly(make: Callable[[], nn.Module], shares: int, steps: int = STEPS) -> tuple[Trained, list[float]]:
+def plainly(make: Callable[[], nn.Module], shares: int, steps: int = STEPS) -> tuple[Trained, list[Norm]]:
     """Training in one process on all shares of each batch, with clipping; and the norms before it."""
     model = make()
     optimizer = adamw(p for p in model.parameters() if p.requires_grad)
@@ -70,9 +78,12 @@ def plainly(make: Callable[[], nn.Module], shares: int, steps: int = STEPS) -> t
     for step in range(steps):
         for share in range(shares):
             (loss(model, batch(step, share)) / shares).backward()
-        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)))
+        norm = float(nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM))
         optimizer.step()
         optimizer.zero_grad()
+        watched = tolerance.watched(optimizer)
+        assert watched is not None
+        norms.append(Norm(norm, watched.relative))
     return collect(model, optimizer), norms
 
 
@@ -99,8 +110,6 @@ def planned(
     return collect(model, optimizer), norms, str(prepared).splitlines()
 
 
-def assert_norms(found: Sequence[float], expected: Sequence[float]) -> None:
-    from tests.harness import tolerance
-
+def assert_norms(found: Sequence[float], expected: Sequence[Norm]) -> None:
     for step, (mine, its) in enumerate(zip(found, expected, strict=True), start=1):
-        assert math.isclose(mine, its, rel_tol=tolerance.figure(steps=step)), f"norm of step {step}: {mine}, {its}"
+        assert math.isclose(mine, its.value, rel_tol=its.relative), f"norm of step {step}: {mine}, {its}"

@@ -100,7 +100,7 @@ def test_hsdp_and_tp_keep_their_names() -> None:
 # ---- what is said in any order ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("source", ["cpu", "mixed", "meta"])
+@pytest.mark.parametrize("source", [pytest.param("cpu", marks=pytest.mark.slow), "mixed", "meta"])
 def test_values_come_from_anywhere(source: str) -> None:
     """Of rank 0, of rank 0 with the others on the meta device, and of initialisers."""
 

@@ -66,6 +66,7 @@ class World(NamedTuple):
     store: Any  # a torch store: small strings that the processes share before training
     axes: Axes | None = None
     whole: DeviceMesh | None = None  # with all axes; None for `mesh`
+    flat: DeviceMesh | None = None  # beside `whole`: all processes as one axis, for one message where that has several
 
     @property
     def share(self) -> int:
@@ -91,7 +92,8 @@ class World(NamedTuple):
 
     def _combine(self, values: list[float], operation: str) -> list[float]:
         local = torch.tensor(values, dtype=torch.float64, device=self.device)
-        mesh = self.whole or self.mesh
+        mesh = self.mesh if self.whole is None else self.flat
+        assert mesh is not None
         combined = DTensor.from_local(local, mesh, [Partial(operation)] * mesh.ndim).full_tensor()
         return [float(value) for value in combined.tolist()]
 
@@ -141,7 +143,7 @@ def world_of(config: Config, rank: int, size: int, device: torch.device, store: 
         return World(rank, size, device, data_parallel_mesh(config, device.type, size), store)
     axes = config.axes(size)
     whole, mesh = build_meshes(axes, device.type)
-    return World(rank, size, device, mesh, store, axes, whole)
+    return World(rank, size, device, mesh, store, axes, whole, init_device_mesh(device.type, (size,)))
 
 
 def data_parallel_mesh(config: Config, kind: str, size: int) -> DeviceMesh:
