@@ -76,10 +76,10 @@ def test_nothing_is_read_into_other_memory(saved: Path, monkeypatch: pytest.Monk
 
 def test_each_call_that_the_system_refuses(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The load reads into memory of its own, and leaves nothing locked."""
-    before, original = locked_nbytes(), resident.call
+    before, original, in_memory = locked_nbytes(), resident.call, loading.staging
     for name in ("fstatfs", "mmap", "mlock2", "madvise"):
         for at in range(20):
-            calls, struck = Counter[str](), list[bool]()
+            calls, struck, staged = Counter[str](), list[bool](), list[bool]()
 
             def refuse(
                 called: str, *arguments: object, name=name, at=at, calls=calls, struck=struck
@@ -90,11 +90,18 @@ def test_each_call_that_the_system_refuses(saved: Path, monkeypatch: pytest.Monk
                     raise NotResident(name)
                 return original(called, *arguments)
 
+            def staging(wanted: Any, staged=staged) -> list[Tensor]:  # of this round
+                staged.append(True)
+                return in_memory(wanted)
+
             monkeypatch.setattr(resident, "call", refuse)
+            monkeypatch.setattr(loading, "staging", staging)
             target = state(2)
             checkpoint.load(target, checkpoint_id=saved, no_dist=True)
             assert_equal(target, state(1))
             assert locked_nbytes() == before, (name, at)
+            assert staged == struck, (name, at)
+            assert calls["munmap"] == calls["mmap"] - (name == "mmap" and bool(struck)), (name, at)
             if not struck:
                 break
         assert at > 0, name
@@ -110,9 +117,19 @@ def test_a_server_may_take_pages_back(saved: Path, monkeypatch: pytest.MonkeyPat
     assert_equal(target, state(1))
 
 
-def test_a_system_without_a_function_reads_into_other_memory() -> None:
+def test_what_the_system_answers_is_seen() -> None:
+    """A function that is not there, and one of each kind that fails: nothing is at the address 0."""
     with pytest.raises(NotResident, match="no_such_function"):
         resident.call("no_such_function")
+    for name, *arguments in (
+        ("mlock2", 0, 4096, 1),
+        ("madvise", 0, 4096, 22),
+        ("munmap", 1, 4096),
+        ("fstatfs", -1, 0),
+        ("mmap", 0, 4096, 1, 2, -1, 0),
+    ):
+        with pytest.raises(NotResident, match=f"{name}: "):
+            resident.call(name, *arguments)
 
 
 def test_any_part_of_a_tensor(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:

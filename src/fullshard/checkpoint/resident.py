@@ -47,7 +47,8 @@ def call(name: str, *arguments: object) -> int:
         function = getattr(_libc, name)
     except AttributeError:
         raise NotResident(f"{name}: {os.strerror(errno.ENOSYS)}") from None
-    function.argtypes, function.restype = _ARGUMENTS[name], ctypes.c_ssize_t
+    # Of the result of an int the other half of the word is not defined.
+    function.argtypes, function.restype = _ARGUMENTS[name], ctypes.c_ssize_t if name == "mmap" else ctypes.c_int
     found: int = function(*arguments)
     if found == -1:
         raise NotResident(f"{name}: {os.strerror(ctypes.get_errno())}")
