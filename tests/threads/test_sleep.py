@@ -124,6 +124,7 @@ def _uses(model: Any, optimizer: Any, mean: Any, path: str) -> dict[str, Callabl
         "state": lambda: optimizer.state[p]["exp_avg"] + 1,
         "average": mean.update,
         "weights": lambda: dict(fullshard.weights(model).tensors()),
+        "step without gradients": lambda: (model.zero_grad(), optimizer.step()),
     }
 
 
