@@ -90,6 +90,7 @@ struct Part {  // one of the messages of a launch
   // Fills outputs (of the host) from what each rank read.
   std::function<void(const std::vector<Tensors>&, Tensors&)> total;
   int to = -1, from = -1;  // point to point
+  bool uneven = false;  // inputs of other sizes on other ranks, of one dim
 };
 struct Message {
   std::vector<Part> parts;
@@ -316,10 +317,15 @@ void Comm::run(Message& message) {
       }
     } else {
       std::string head = part.kind;
-      for (const auto& input : inputs) head += " " + std::string(c10::toString(input.scalar_type())) + std::to_string(input.numel());
+      for (const auto& input : inputs)
+        head += " " + std::string(c10::toString(input.scalar_type())) + (part.uneven ? "" : std::to_string(input.numel()));
       head.resize(4000);
       own = head;
-      for (const auto& input : inputs) own += text(input);
+      for (const auto& input : inputs) {
+        const int64_t numel = input.numel();
+        if (part.uneven) own += std::string(reinterpret_cast<const char*>(&numel), sizeof numel);
+        own += text(input);
+      }
       auto all = exchange(own);
       if (all.empty()) return;
       std::vector<Tensors> read(size);
@@ -329,6 +335,12 @@ void Comm::run(Message& message) {
         size_t at = 4000;
         for (const auto& input : inputs) {
           auto copy = at::empty_like(input, at::MemoryFormat::Contiguous);
+          if (part.uneven) {
+            int64_t numel = 0;
+            std::memcpy(&numel, all[r].data() + at, sizeof numel);
+            copy = at::empty({numel}, input.options());
+            at += sizeof numel;
+          }
           if (copy.numel()) std::memcpy(copy.data_ptr(), all[r].data() + at, copy.numel() * copy.itemsize());
           at += copy.numel() * copy.itemsize();
           read[r].push_back(copy);
@@ -829,10 +841,12 @@ struct Nccl : Backend {
       int64_t at = 0;
       for (auto rows : ins) chunks.push_back(in.narrow(0, at, rows)), at += rows;
       TORCH_CHECK(at == in.size(0), "Split sizes doesn't match total dim 0 size");
-      return issue(c10d::OpType::ALLTOALL_BASE, {"all-to-all", chunks, {out}, {}, [outs, rank = rank_](const auto& read, Tensors& out) {
+      Part part{"all-to-all", chunks, {out}, {}, [outs, rank = rank_](const auto& read, Tensors& out) {
         int64_t at = 0;
         for (size_t r = 0; r < read.size(); r++) out[0].narrow(0, at, outs[r]).copy_(read[r][rank]), at += outs[r];
-      }});
+      }};
+      part.uneven = true;
+      return issue(c10d::OpType::ALLTOALL_BASE, std::move(part));
     }
     return issue(c10d::OpType::ALLTOALL_BASE, {"all-to-all", {in}, {out}, {}, [rank = rank_](const auto& read, Tensors& out) {
       auto rows = out[0].view({static_cast<int64_t>(read.size()), -1});
