@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import fullshard
-from fullshard import Prepared, prepare_fully_shard
+from fullshard import Prepared, checkpoint, prepare_fully_shard
 from fullshard.migrate import ConfigError
 from fullshard.migrate.parallelism import Parallelism
 from tests.harness import installed
@@ -95,6 +96,35 @@ def test_hsdp_and_tp_keep_their_names() -> None:
     for rank, (names, mesh, share) in enumerate(run_ranks(8, rank_main)):
         assert names == ["dp_replicate", "dp_shard", "tp"]
         assert mesh == [[rank % 2, 2 + rank % 2], [4 + rank % 2, 6 + rank % 2]] and share == (rank // 2, 4)
+
+
+def test_a_checkpoint_crosses_axes(tmp_path: Path) -> None:
+    """Saved under TP x SP x FSDP, loaded under FSDP and under HSDP, and back: bitwise, with optimizer state."""
+    plans: list[Any] = [TWO, None, {"data_parallel_replicate_degree": 2}, {**TWO, "enable_sequence_parallel": False}]
+
+    def state_of(model: nn.Module, optimizer: Any) -> dict[str, Any]:
+        params, state = checkpoint.get_state_dict(model, optimizer)
+        return {"model": params, "optimizer": state}
+
+    def rank_main(rank: int) -> None:
+        whole = None
+        for number, plan in enumerate(plans):
+            model = llama()
+            optimizer = adamw(model.parameters(), watched=False)
+            prepared = prepare_fully_shard(model, optimizer, parallelism=plan, show=False)
+            if whole is None:
+                train(model, optimizer, prepared, [0])
+            else:
+                state = state_of(model, optimizer)
+                checkpoint.load(state, checkpoint_id=tmp_path / str(number - 1))
+                model_state, optim_state = state["model"], state["optimizer"]
+                checkpoint.set_state_dict(model, optimizer, model_state_dict=model_state, optim_state_dict=optim_state)
+            found = collect(model, optimizer)
+            whole = whole or found
+            assert_same_training(found, whole, 0)
+            checkpoint.save(state_of(model, optimizer), checkpoint_id=tmp_path / str(number))
+
+    run_ranks(4, rank_main)
 
 
 # ---- what is said in any order ---------------------------------------------------------------------------------------

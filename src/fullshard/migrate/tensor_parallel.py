@@ -232,7 +232,6 @@ def apply_styles(tree: Tree, division: Division, names: Iterable[str], mesh: Dev
             if id(old) in known:
                 module.register_parameter(attribute, known[id(old)])
             else:
-                new.requires_grad_(old.requires_grad)
                 new.__dict__.update(old.__dict__)
                 replaced.pairs.append((old, new))
 
