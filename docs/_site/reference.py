@@ -56,6 +56,7 @@ API: dict[str, tuple[str, str, dict[str, tuple[str, ...]]]] = {
             "Full parameters": ("full_params", "unit_open"),
             "Averages": ("average",),
             "Sleep": ("sleep", "wake"),
+            "Sequences cut over ranks": ("context_parallel",),
             "Hand over to an engine or another layout": ("weights", "transfer"),
             "Micro-batches and uneven data": ("MicroBatches", "joined"),
             "Failures and checks": (

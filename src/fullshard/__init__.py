@@ -38,6 +38,7 @@ __all__ = [
     "check_invariants",
     "checkpoint_activations",
     "clip_grad_norm_",
+    "context_parallel",
     "find_drift",
     "full_params",
     "fully_shard",

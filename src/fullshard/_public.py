@@ -31,6 +31,7 @@ from .extras import MicroBatches as MicroBatches
 from .extras import average as average
 from .extras import check_gradients as check_gradients
 from .extras import check_invariants as check_invariants
+from .extras import context_parallel as context_parallel
 from .extras import grad_stats as grad_stats
 from .extras import replay as replay
 from .extras import sleep as sleep

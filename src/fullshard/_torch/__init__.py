@@ -14,6 +14,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy as TorchMixedPrecisionPo
 from torch.distributed.fsdp import OffloadPolicy as TorchOffloadPolicy
 from torch.distributed.fsdp import UnshardHandle as TorchUnshardHandle
 
+from .attention import attend, attend_backward
 from .autograd import (
     base_of,
     current_backward,
@@ -123,6 +124,8 @@ __all__ = [
     "active_collectives",
     "allocate_for",
     "applied_apis",
+    "attend",
+    "attend_backward",
     "attention_for_cpu",
     "backend_of",
     "base_of",

@@ -35,6 +35,7 @@ _HOOKS = "the engine runs the hooks of sharded parameters"
 _STATE = "where pipeline schedules look for the state of a sharded module, and DDP for applied composable APIs"
 _TAPE = "whose backward an operation belongs to, on the tape of a step (plan/facts.py), without hooks on the model"
 _OPERATIONS = "the operations of a step and the storages that they make (plan/facts.py)"
+_ATTENTION = "fused attention with the logarithm of its sums, so that parts of it can be added (_torch/attention.py)"
 _MARKS = "attributes that dynamo and transformers check"
 
 PRIVATE_NAMES: tuple[PrivateName, ...] = (
@@ -93,6 +94,9 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
     PrivateName("torch.UntypedStorage._cdata", _OPERATIONS),
     PrivateName("torch.utils._python_dispatch.TorchDispatchMode", _OPERATIONS),
     PrivateName("torch.ops.aten._scaled_dot_product_flash_attention_for_cpu", "fused attention on the meta device"),
+    PrivateName("torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward", _ATTENTION),
+    PrivateName("torch.ops.aten._scaled_dot_product_flash_attention", _ATTENTION),
+    PrivateName("torch.ops.aten._scaled_dot_product_flash_attention_backward", _ATTENTION),
     PrivateName("torch._C.DisableTorchFunction", "the same: operations without `__torch_function__`"),
     # ---- process groups
     PrivateName("torch.distributed.ProcessGroup._get_backend", _ALLOCATE),

@@ -5,7 +5,7 @@
 `comparison` (digests compared between ranks), `messages` (texts and small sums), `offload` (shards on the host),
 `data_group` (groups that can be cut when a peer fails),
 `exchange` (parts of tensors from one layout to another one), `owner_line` (whole matrices to
-their owners, and back).
+their owners, and back), `sequence` (attention over sequences cut over ranks).
 """
 
 from .choice import Nodes as Nodes
@@ -64,3 +64,4 @@ from .reduce import Outgoing as Outgoing
 from .reduce import Parts as Parts
 from .reduce import ReduceChannel as ReduceChannel
 from .reduce import Reduction as Reduction
+from .sequence import SequenceLine as SequenceLine

@@ -42,8 +42,9 @@ class Ranks(NamedTuple):
         return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
 
-def ranks_of(process_group: dist.ProcessGroup | None, device: torch.device) -> Ranks:
-    """The ranks of `process_group` (None: the default group, or this process alone). Sends nothing."""
+def ranks_of(process_group: dist.ProcessGroup | None, device: torch.device, purpose: str = "transfer") -> Ranks:
+    """The ranks of `process_group` (None: the default group, or this process alone). Sends nothing. Those of another
+    `purpose` have connections of their own."""
     if process_group is None:
         if not dist.is_available() or not dist.is_initialized():
             return Ranks(alone(), None, (0,), device)
@@ -55,13 +56,13 @@ def ranks_of(process_group: dist.ProcessGroup | None, device: torch.device) -> R
     backend = backend_name(process_group, device)
     if backend == "fake":
         return Ranks(alone(), Line(process_group), members, device)
-    # Connections of their own: a failed transfer fails no step.
-    texts = messenger(process_group, "transfer")
+    # Connections of their own: what fails on them fails no step.
+    texts = messenger(process_group, purpose)
     pairs = texts.line
     assert pairs is not None
     if pairs.data_group is not None and (device.type != "cpu" or not can_cut(backend)):
         scope = pairs.data_group.scope
-        pairs = Line(process_group, open_data_group(scope, process_group, device, backend, f"transfer {device.type}"))
+        pairs = Line(process_group, open_data_group(scope, process_group, device, backend, f"{purpose} {device.type}"))
     return Ranks(texts, pairs, members, device)
 
 

@@ -75,6 +75,14 @@ class Messenger(NamedTuple):
         finally:
             scope.doing = doing
 
+    def refuse_failure(self, what: str) -> None:
+        """Raise the failure of a rank that left `what`, which this rank begins, if it did not raise it yet."""
+        scope = self._scope
+        causes = [] if scope is None or scope.failures.has_raised else scope.causes()
+        if scope is not None and causes:
+            scope.failures.has_raised = scope.failures.must_meet = True
+            raise causes[0].error(what)
+
     @contextmanager
     def telling(self, what: str) -> Iterator[None]:
         """This rank prepares `what` inside, while the others wait; an exception is reported to them."""

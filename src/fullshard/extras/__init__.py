@@ -1,6 +1,7 @@
 """Tools for the training loop on top of the engine's public surface and a few of its functions: micro-batches that fit,
 optimizer steps in backward, one decision on NaN and inf, figures of gradients, uneven numbers of batches, replay of a
-step, averages of parameters, weights for others, transfers between layouts, and steps of whole matrices.
+step, averages of parameters, weights for others, transfers between layouts, steps of whole matrices,
+and attention over sequences that are cut over ranks.
 """
 
 from ..agree import Drift as Drift
@@ -11,6 +12,8 @@ from .average import average as average
 from .check_gradients import GradientCheck as GradientCheck
 from .check_gradients import NonFiniteError as NonFiniteError
 from .check_gradients import check_gradients as check_gradients
+from .context_parallel import ContextParallel as ContextParallel
+from .context_parallel import context_parallel as context_parallel
 from .grad_stats import GradientFigures as GradientFigures
 from .grad_stats import GradientStats as GradientStats
 from .grad_stats import grad_stats as grad_stats

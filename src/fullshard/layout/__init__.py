@@ -3,7 +3,8 @@
 Standard library only, so it imports without torch. Files: `shard` (one parameter; bytes per element), `flat` (one unit
 and its gradient messages), `gather` (direct or packed gathers; what stays between forward and backward), `memory`
 (bytes of one unit, and what fits into a number of bytes), `boxes` (parts of tensors), `names` and `routes`
-(what goes from one layout to another one), `owners` (which rank steps which whole matrix).
+(what goes from one layout to another one), `owners` (which rank steps which whole matrix), `sequence`
+(sequences cut over ranks, and what attention sends).
 """
 
 from .boxes import Box as Box
@@ -49,6 +50,14 @@ from .routes import Portion as Portion
 from .routes import Route as Route
 from .routes import TransferPlan as TransferPlan
 from .routes import spread as spread
+from .sequence import AttentionShape as AttentionShape
+from .sequence import SequenceSplit as SequenceSplit
+from .sequence import Traffic as Traffic
+from .sequence import Visible as Visible
+from .sequence import nearest_degrees as nearest_degrees
+from .sequence import repeats as repeats
+from .sequence import ring_traffic as ring_traffic
+from .sequence import ulysses_traffic as ulysses_traffic
 from .shard import Piece as Piece
 from .shard import ShardLayout as ShardLayout
 from .shard import contiguous_stride as contiguous_stride

@@ -95,11 +95,11 @@ class Attention(nn.Module):
         self.register_buffer("rope_cos", torch.empty(half), persistent=False)
         self.register_buffer("rope_sin", torch.empty(half), persistent=False)
 
-    def forward(self, x: Tensor) -> Tensor:  # (B, T, D) -> (B, T, D)
+    def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:  # (B, T, D) -> (B, T, D)
         batch, length, _ = x.shape
         heads = (batch, length, -1, self.shape.head_dim)
-        q = self._rotate(self.wq(x).view(heads))  # (B, T, H, E)
-        k = self._rotate(self.wk(x).view(heads))  # (B, T, K, E)
+        q = self._rotate(self.wq(x).view(heads), positions)  # (B, T, H, E)
+        k = self._rotate(self.wk(x).view(heads), positions)  # (B, T, K, E)
         v = self.wv(x).view(heads)
         out = F.scaled_dot_product_attention(
             q.transpose(1, 2),
@@ -111,9 +111,9 @@ class Attention(nn.Module):
         result: Tensor = self.wo(out.transpose(1, 2).reshape(batch, length, -1))
         return result
 
-    def _rotate(self, x: Tensor) -> Tensor:  # (B, T, heads, E), rotated in float32
-        length = x.shape[1]
-        cos, sin = self.rope_cos[:length, None], self.rope_sin[:length, None]  # (T, 1, E/2)
+    def _rotate(self, x: Tensor, positions: Tensor | None) -> Tensor:  # (B, T, heads, E), rotated in float32
+        at = slice(x.shape[1]) if positions is None else positions
+        cos, sin = self.rope_cos[at].unsqueeze(-2), self.rope_sin[at].unsqueeze(-2)  # (T, 1, E/2) or (B, T, 1, E/2)
         low, high = x.float().chunk(2, dim=-1)
         return torch.cat((low * cos - high * sin, high * cos + low * sin), dim=-1).type_as(x)
 
@@ -149,14 +149,14 @@ class Block(nn.Module):
         self.ffn_norm = RMSNorm(shape.dim, shape.norm_eps)
         self.ffn = FeedForward(shape)
 
-    def forward(self, x: Tensor) -> Tensor:  # (B, T, D) -> (B, T, D)
-        x = x + self.attention(self.attention_norm(x))
+    def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:  # (B, T, D) -> (B, T, D)
+        x = x + self.attention(self.attention_norm(x), positions)
         x = x + self.ffn(self.ffn_norm(x))
         return x
 
 
 class Llama(nn.Module):
-    """Tokens (B, T), int64 -> logits (B, T, V).
+    """Tokens (B, T), int64 -> logits (B, T, V). Positions: (T,) or (B, T), int64; None: 0, 1, 2 ...
 
     Construction leaves values undefined, so it costs nothing on the meta device; `init_weights` defines every
     parameter and buffer, also after `to_empty`.
@@ -170,10 +170,10 @@ class Llama(nn.Module):
         self.norm = RMSNorm(shape.dim, shape.norm_eps)
         self.output = None if shape.tie_embeddings else nn.Linear(shape.dim, shape.vocab, bias=False)
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
         x = self.embedding(tokens)
         for block in self.layers:
-            x = block(x)
+            x = block(x) if positions is None else block(x, positions)
         x = self.norm(x)
         # Tied: the module that owns the weight uses it twice, so no two modules share a parameter.
         return F.linear(x, self.embedding.weight) if self.output is None else self.output(x)

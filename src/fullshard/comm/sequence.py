@@ -1,0 +1,152 @@
+"""Messages of attention over a sequence that is cut over ranks (context parallelism): an all-to-all, and a ring.
+
+They go over connections of their own, with failures of their own: whoever waits for a rank that raises learns of it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from ..layout import SequenceSplit
+from ..peers import RanksDisagree, shown_ranks
+from .data_group import Work
+from .exchange import ranks_of, texts_of
+
+_PURPOSE = "context parallel"
+
+
+class SequenceLine:
+    """The ranks of `mesh`, of one axis, over which sequences are cut as `split` says. Sends nothing yet."""
+
+    def __init__(self, mesh: DeviceMesh, split: SequenceSplit) -> None:
+        self.split = split
+        process_group = mesh.get_group(0)
+        self.rank, self.world = process_group.rank(), process_group.size()
+        self._ranks = ranks_of(process_group, _device_of(mesh), _PURPOSE)
+
+    def together(self, what: str) -> AbstractContextManager[None]:
+        """All ranks do `what` inside. If one raises, all raise, those too that only begin; then they meet first."""
+        self._ranks.texts.refuse_failure(what)
+        return self._ranks.texts.together(what)
+
+    def compare(self, what: str, facts: str) -> None:
+        """Raise `RanksDisagree` on all ranks unless all have the same `facts`: one message of 16 bytes. Collective."""
+        number = int.from_bytes(hashlib.blake2s(facts.encode(), digest_size=8).digest(), "big") >> 2
+        texts = self._ranks.texts
+        most, least = texts.largest([number, -number])
+        if most == -least:
+            return
+        found = texts_of(texts, facts)
+        by_rank = {texts.members[number]: text for text, numbers in found for number in numbers}
+        told = "; ".join(f"{shown_ranks([texts.members[one] for one in numbers])}: {text}" for text, numbers in found)
+        raise RanksDisagree(
+            f"{what}: expected the same sequences on all ranks that share them, found {told}; give these ranks the "
+            f"same batch, and split it with this context",
+            what=what,
+            by_rank=by_rank,
+        )
+
+    def shift(self, out: Tensor, piece: Tensor) -> Work:
+        """`piece` (n,) goes to the next rank, and into `out` (n,) comes that of the rank before, in a ring."""
+        line = self._ranks.pairs
+        assert line is not None
+        arriving, leaving = [0] * self.world, [0] * self.world
+        arriving[self.rank - 1] = leaving[(self.rank + 1) % self.world] = piece.numel()
+        return line.exchange(out, piece, arriving, leaving)
+
+    def to_heads(self, parts: Sequence[Tensor]) -> list[Tensor]:
+        """From all heads of this rank's tokens to some heads of all tokens, in their order, by one message.
+
+        parts: (B, H, tokens here, E) each, of one dtype. Returns (B, H / world, tokens, E) each. The opposite, and so
+        the backward, of `to_sequence`."""
+        world, each = self.world, self.split.each
+        leaving, arriving = self._buffers(parts)
+        for part, block in zip(parts, self._blocks(leaving, parts), strict=True):
+            batch, heads, length, width = part.shape
+            dealt = part.view(batch, world, heads // world, each, length // each, width)
+            block.copy_(dealt.transpose(0, 1))
+        self._exchange(arriving, leaving)
+        order = torch.tensor(self.split.order, device=parts[0].device)
+        whole = []
+        for part, block in zip(parts, self._blocks(arriving, parts), strict=True):
+            batch, heads, length, width = part.shape
+            out = part.new_empty((batch, heads // world, self.split.chunks, length // each, width))
+            # (rank, B, heads, chunks of a rank, ...) -> (B, heads, chunks in the ranks' order, ...)
+            out.index_copy_(2, order, block.permute(1, 2, 0, 3, 4, 5).flatten(2, 3))
+            whole.append(out.flatten(2, 3))
+        return whole
+
+    def to_sequence(self, parts: Sequence[Tensor]) -> list[Tensor]:
+        """From some heads of all tokens to all heads of this rank's tokens, by one message: see `to_heads`."""
+        world, each = self.world, self.split.each
+        shapes = [(batch, heads * world, length // world, width) for batch, heads, length, width in map(_shape, parts)]
+        here = [part.new_empty(shape) for part, shape in zip(parts, shapes, strict=True)]
+        leaving, arriving = self._buffers(here)
+        order = torch.tensor(self.split.order, device=parts[0].device)
+        for part, block in zip(parts, self._blocks(leaving, here), strict=True):
+            batch, heads, length, width = part.shape
+            chunks = part.reshape(batch, heads, self.split.chunks, length // self.split.chunks, width)
+            block.copy_(chunks.index_select(2, order).unflatten(2, (world, each)).permute(2, 0, 1, 3, 4, 5))
+        self._exchange(arriving, leaving)
+        for out, block in zip(here, self._blocks(arriving, here), strict=True):
+            batch, heads, length, width = out.shape
+            out.view(batch, world, heads // world, each, length // each, width).copy_(block.transpose(0, 1))
+        return here
+
+    def gathered(self, part: Tensor, dim: int) -> Tensor:
+        """The whole of what is cut along `dim`, in the order of the sequence. Collective; without a graph."""
+        line, piece = self._ranks.pairs, part.detach().movedim(dim, 0).contiguous()
+        assert line is not None
+        out = piece.new_empty((self.world, *piece.shape))
+        if self.world > 1:
+            line.gather_into(out.view(-1), piece.view(-1)).wait()
+        else:
+            out.copy_(piece)
+        each = self.split.each
+        chunks = out.view(self.world * each, piece.shape[0] // each, *piece.shape[1:])
+        whole = torch.empty_like(chunks)
+        whole[torch.tensor(self.split.order, device=out.device)] = chunks
+        return whole.flatten(0, 1).movedim(0, dim)
+
+    def _buffers(self, parts: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        numel = sum(part.numel() for part in parts)
+        return parts[0].new_empty(numel), parts[0].new_empty(numel)
+
+    def _blocks(self, buffer: Tensor, parts: Sequence[Tensor]) -> list[Tensor]:
+        """The places of `parts` in a message: (world, B, H / world, chunks of a rank, tokens of a chunk, E) each."""
+        rows, at, found = buffer.view(self.world, -1), 0, []
+        each = self.split.each
+        for part in parts:
+            batch, heads, length, width = part.shape
+            numel = part.numel() // self.world
+            shape = self.world, batch, heads // self.world, each, length // each, width
+            found.append(rows[:, at : at + numel].view(shape))
+            at += numel
+        return found
+
+    def _exchange(self, arriving: Tensor, leaving: Tensor) -> None:
+        if self.world == 1:
+            arriving.copy_(leaving)
+            return
+        line = self._ranks.pairs
+        assert line is not None
+        line.exchange(arriving, leaving).wait()
+
+
+def _shape(tensor: Tensor) -> tuple[int, int, int, int]:
+    batch, heads, length, width = tensor.shape
+    return batch, heads, length, width
+
+
+def _device_of(mesh: DeviceMesh) -> torch.device:
+    kind = mesh.device_type
+    if kind in ("cpu", "meta") or not dist.is_initialized():
+        return torch.device(kind)
+    return torch.device(kind, torch.get_device_module(kind).current_device())
