@@ -217,7 +217,7 @@ class OwnerSteps:
         self._owners: dict[tuple[int, int | None], int] = {}
         self._signature: object = None
         self._fleets: list[Fleet] = []
-        self._on_shards: list[tuple[dict[str, Any], list[Tensor]]] = []
+        self._on_shards: list[list[Tensor]] = []
         self._lines: dict[object, OwnerLine] = {}
         self.written: tuple[str, ...] = ()
 
@@ -263,7 +263,7 @@ class OwnerSteps:
                     fleets.setdefault(key, []).extend(self._matrices_of(name, parameter, number, axes))
                 else:
                     found.kept[name] = "frozen"
-            found.on_shards.append((group, own))
+            found.on_shards.append(own)
         for key, members in fleets.items():
             fixed = {
                 position: self._owners[owner]
@@ -378,9 +378,10 @@ class OwnerSteps:
         with torch.no_grad():
             for fleet in self._fleets:
                 self._step_fleet(fleet, settings, title, written)
-        if not self._fleets or any(own for _, own in self._on_shards):
+        if not self._fleets or any(self._on_shards):
             settings.begin()
-            step_parts(optimizer, self._on_shards)
+            # A load makes new groups.
+            step_parts(optimizer, list(zip(optimizer.param_groups, self._on_shards, strict=True)))
 
     def _step_fleet(self, fleet: Fleet, settings: Settings, title: str, written: list[str]) -> None:
         running = FleetStep(fleet, self._optimizer, settings)
@@ -433,7 +434,7 @@ class _Found(NamedTuple):
 
     fleets: list[tuple[FleetPlan, list[Whole], list[int], Any, tuple[int, ...]]]
     kept: dict[str, str]
-    on_shards: list[tuple[dict[str, Any], list[Tensor]]]
+    on_shards: list[list[Tensor]]
 
 
 def _axes_of(parameter: DTensor) -> tuple[int, ...]:
