@@ -235,12 +235,13 @@ def test_stacks_are_cut_by_expert_and_stay_where_they_are() -> None:
 
 def test_what_is_stepped_on_shards_and_what_matrices_are() -> None:
     """Names and functions; an optimizer with AdamW beside it, in one call and one step."""
+    models = [
+        seeded(lambda: nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 6), nn.LayerNorm(6), nn.Linear(6, 9, bias=False)))
+        for _ in range(4)
+    ]
 
     def job(rank: int) -> None:
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 6), nn.LayerNorm(6), nn.Linear(6, 9, bias=False))
-        model[3].weight = nn.Parameter(torch.randn(9, 6))
-        plain = copy.deepcopy(model)
+        plain, model = models[rank], models[2 + rank]
         fullshard.fully_shard(model)
         assert [tuple(p.shape) for p in matrices(model)] == [(6, 4), (9, 6)]
         assert len(matrices(model, rest=True)) == 4
