@@ -187,6 +187,7 @@ def test_after_a_failure_all_ranks_begin_anew(made: Made) -> None:
     mesh.ledger.hooked.append("layers.0.weight")
     mesh.since.earlier.append(_Carried(Comparison(here=True, differs=True), mesh.ledger.seal()))  # type: ignore[arg-type]
     mesh.ledger.do(CALL)
+    mesh.ledger.hooked.append("layers.0.weight")
     since = mesh.since
     made.scope.epoch = 1
     assert not {"a call", "hooks"} & made.seal().keys()
