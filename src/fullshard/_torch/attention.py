@@ -101,7 +101,7 @@ def attend_backward(
 
 
 def _kernel(query: Tensor, value: Tensor, mask: Tensor | None) -> str:
-    """Which kernel: "cpu", "cuda", or "" for none."""
+    """The kernel: "cpu", "cuda", or "" for none."""
     if query.shape[-1] != value.shape[-1] or not query.is_floating_point():
         return ""
     if query.device.type == "cpu":

@@ -62,7 +62,7 @@ class SequenceLine:
         return line.exchange(out, piece, arriving, leaving)
 
     def to_heads(self, parts: Sequence[Tensor]) -> list[Tensor]:
-        """From all heads of this rank's tokens to some heads of all tokens, in their order, by one message.
+        """Exchange all heads of this rank's tokens for some heads of all tokens, in their order, by one message.
 
         parts: (B, H, tokens here, E) each, of one dtype. Returns (B, H / world, tokens, E) each. The opposite, and so
         the backward, of `to_sequence`."""
@@ -84,7 +84,7 @@ class SequenceLine:
         return whole
 
     def to_sequence(self, parts: Sequence[Tensor]) -> list[Tensor]:
-        """From some heads of all tokens to all heads of this rank's tokens, by one message: see `to_heads`."""
+        """Exchange some heads of all tokens for all heads of this rank's tokens, by one message: see `to_heads`."""
         world, each = self.world, self.split.each
         shapes = [(batch, heads * world, length // world, width) for batch, heads, length, width in map(_shape, parts)]
         here = [part.new_empty(shape) for part, shape in zip(parts, shapes, strict=True)]

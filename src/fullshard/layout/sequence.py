@@ -9,6 +9,7 @@ a causal mask all ranks have the same work; otherwise it holds chunk r.
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 
@@ -89,8 +90,7 @@ def repeats(heads: int, kv_heads: int, degree: int) -> int | None:
     """
     if heads % degree or heads % kv_heads:
         return None
-    group = heads // kv_heads
-    return next(times for times in range(1, group + 1) if group % times == 0 and kv_heads * times % degree == 0)
+    return degree // math.gcd(kv_heads, degree)
 
 
 def nearest_degrees(heads: int, degree: int) -> tuple[int, ...]:
