@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import fullshard
 import fullshard.checkpoint as checkpoint
@@ -169,6 +170,28 @@ FUNCTIONS: dict[str, Call] = {
         },
     ),
     "wake": (fullshard.wake, {"model": MODEL._replace(taken="module"), "load": _is(None, CALLABLE)}),
+    "context_parallel": (
+        fullshard.context_parallel,
+        {
+            "mesh": Argument(lambda _: init_device_mesh("cpu", (2,))),
+            "buffers": _is(None, "None list"),
+            "buffer_seq_dims": _is(None, "None list"),
+            "no_restore_buffers": _is(None, "None list"),
+            "variant": _is("auto"),
+            "load_balance": FLAG,
+        },
+    ),
+    "step_on_owners": (
+        fullshard.step_on_owners,
+        {
+            "optimizers": Argument(lambda given: torch.optim.Muon([linear.weight for linear in given.model])),
+            "model": Argument(lambda given: given.model, "None module"),
+            "on_shards": _is(None, f"list {CALLABLE}"),
+            "stacks": _is(None, f"list {CALLABLE}"),
+            "cost": _is(None, CALLABLE),
+            "chunk_nbytes": _is(1 << 20, "3"),
+        },
+    ),
     "weights": (
         fullshard.weights,
         {
@@ -283,6 +306,7 @@ FUNCTIONS: dict[str, Call] = {
             "optimizer": _is(None, "None list"),
             "config": _is({"wrap": "none"}, "None dict text"),
             "mesh": MAYBE,
+            "parallelism": _is(None, "None dict"),
             "wrap_fn": _is(None, CALLABLE),
             "init": _is(None, CALLABLE),
             "cast_fn": _is(None, CALLABLE),

@@ -355,4 +355,4 @@ def test_sections_have_no_setting_without_a_reader() -> None:
 
     valid = {*key_names(), *(f"train.{key}" for key in of_the_trainer())}
     used = {name for subject in SUBJECTS.values() for case in subject.cases for name in case.settings}
-    assert used <= valid and len(fields(ShardingConfig)) == 8
+    assert used <= valid and len(fields(ShardingConfig)) == 9

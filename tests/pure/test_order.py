@@ -471,6 +471,8 @@ def test_what_is_said_about_units_in_another_order() -> None:
         "unit2: expected all ranks to gather the parameters of unit1 (float32*32), as in the steps before "
         "(ranks 1 and 2), found rank 0 about to gather the parameters of unit2 (float32*48); make all ranks run the "
         "same modules in the same order (a rank that has no use for one runs it too, and multiplies what it gives by 0)"
+        ", or mark what only some ranks run by fully_shard(module, optional=True), and run it at its place in the "
+        "order of modules"
     )
     assert deviation(questions[0], [0], 1).startswith(
         "unit2: expected rank 0 to gather the parameters of unit1 (float32*32), as in the steps before (as rank 1), "

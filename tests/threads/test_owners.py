@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -79,20 +80,20 @@ def adafactor_foreach(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimiz
 
 
 def shampoo(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    package = pytest.importorskip("pytorch_optimizer")
+    package = importlib.import_module("pytorch_optimizer")
     return package.Shampoo(parameters, lr=0.05, momentum=0.5, weight_decay=0.1)  # type: ignore[no-any-return]
 
 
 def soap(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     """One dim of some matrices is too large for it: then its state has an empty list instead of a tensor."""
-    package = pytest.importorskip("pytorch_optimizer")
+    package = importlib.import_module("pytorch_optimizer")
     options = {"precondition_frequency": 2, "max_precondition_dim": 8, "maximize": True}
     return package.SOAP(parameters, lr=0.05, **options)  # type: ignore[no-any-return]
 
 
 def muon_and_adam(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     """Both in one optimizer, which counts its steps in its groups."""
-    package = pytest.importorskip("pytorch_optimizer")
+    package = importlib.import_module("pytorch_optimizer")
     given = list(parameters)
     groups = [
         {"params": [p for p in given if p.ndim == 2], "use_muon": True},

@@ -18,6 +18,7 @@ import fullshard
 from fullshard import checkpoint
 from fullshard.extras import Slept
 from fullshard.extras.sleep import _Memory
+from tests.harness import mailbox
 from tests.harness.models import BY_NAME, Trained, adamw, assert_same_training, collect, seeded
 from tests.harness.threads import run_ranks
 
@@ -239,6 +240,28 @@ def test_dropped_and_loaded(tmp_path: Path) -> None:
             for text in said
         ]
         assert_same_training(after, before, eps_multiple=0)
+
+
+def _from_a_peer(rank: int) -> tuple[Trained, Trained]:
+    """A peer, whole on each rank and awake, has what the sleeping model and its optimizer dropped."""
+    model, peer = _model(), CASE.build()
+    optimizer = adamw(model.parameters(), watched=False)
+    _step(model, optimizer, rank, 0)
+    before = collect(model, optimizer)
+    of_peer = adamw(peer.parameters(), watched=False)
+    fullshard.transfer((model, optimizer), (peer, of_peer)).run()
+    fullshard.sleep(model, optimizer, drop=True)
+    fullshard.wake(model, load=lambda: fullshard.transfer((peer, of_peer), (model, optimizer)).run())
+    after = collect(model, optimizer)
+    _step(model, optimizer, rank, 1)
+    return before, after
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_dropped_and_taken_from_a_peer(world: int) -> None:
+    with mailbox.pairs():
+        for before, after in run_ranks(world, _from_a_peer):
+            assert_same_training(after, before, eps_multiple=0)
 
 
 def _alone(rank: int, what: str) -> str:

@@ -23,7 +23,7 @@ from ..engine.names import parameter_names
 from ..engine.optimizer_steps import optimizer_steps, tell_each_step
 from ..engine.unit import AnyRoot, Unit
 from ..param import Owner, claim
-from ..peers import Scope
+from ..peers import Scope, is_current
 from .ledger import STEP, Fact, Statement, called, digest_of, program_of
 from .mesh_ledger import MeshLedger
 from .structure import digests_of
@@ -255,8 +255,14 @@ class Calls:
         self._channels = -1
 
     def begin(self) -> None:
-        """Record from now on."""
-        _by_thread.setdefault(self._root.thread, weakref.WeakSet()).add(self)
+        """Record from now on, if the root has other ranks."""
+        if self._meshes:
+            _by_thread.setdefault(self._root.thread, weakref.WeakSet()).add(self)
+
+    def is_over(self) -> bool:
+        """Whether the process group of the root was destroyed."""
+        scope = next(iter(self._meshes.values())).scope
+        return scope is not None and not is_current(scope.watch)
 
     def optimizer_stepped(self, optimizer: Optimizer, *, changes: bool = True) -> None:
         """`optimizer` took a step. `changes`: whether it changed parameters."""
@@ -392,7 +398,11 @@ def _optimizer_stepped(optimizer: Optimizer) -> None:
                 if (scope := reference()) is not None:
                     note_stepped(scope, thread)
     for calls in tuple(_by_thread.get(thread, ())):
-        calls.optimizer_stepped(optimizer, changes=changes)
+        if calls.is_over():
+            # Its optimizers are not looked at any more: what is noted of one keeps the parameters of that alive.
+            _by_thread[thread].discard(calls)
+        else:
+            calls.optimizer_stepped(optimizer, changes=changes)
 
 
 def note_stepped(scope: Scope, thread: int) -> None:

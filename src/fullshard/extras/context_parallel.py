@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from ..comm import SequenceLine, sum_over
 from ..layout import AttentionShape, SequenceSplit, Traffic, nearest_degrees, repeats, ring_traffic, ulysses_traffic
-from ..policy.arguments import expect, expect_choice, expect_flag, expect_tensors, expect_whole
+from ..policy.arguments import expect, expect_choice, expect_each, expect_flag, expect_tensors, expect_whole
 from .attention_calls import AttentionCalls, Call
 from .sequence_attention import Sight, ring, ulysses
 
@@ -70,18 +70,21 @@ def context_parallel(
     expect_choice("variant", variant, ["auto", "ulysses", "ring"])
     expect_flag("load_balance", load_balance)
     cut = [] if buffers is None else expect_tensors("buffers", buffers)
-    dims = [] if buffer_seq_dims is None else [expect_whole("buffer_seq_dims", dim) for dim in buffer_seq_dims]
+    dims: list[int] = []
+    if buffer_seq_dims is not None:
+        is_dim = "a dim of each buffer"
+        dims = expect_each("buffer_seq_dims", buffer_seq_dims, lambda dim: type(dim) is int, is_dim)
     expect(
         "buffer_seq_dims",
         len(cut) == len(dims),
-        f"{len(cut)} dims, one for each buffer",
+        f"{len(cut)} dims, one for each of buffers",
         str(dims),
         "pass all",
         ValueError,
     )
     left = {
         id(one)
-        for one in ([] if no_restore_buffers is None else expect_tensors("no_restore_buffers", [*no_restore_buffers]))
+        for one in ([] if no_restore_buffers is None else expect_tensors("no_restore_buffers", no_restore_buffers))
     }
     is_part = left <= {id(one) for one in cut}
     expect("no_restore_buffers", is_part, "some of buffers", "another tensor", "pass it in buffers too", ValueError)

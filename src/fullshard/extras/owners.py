@@ -87,8 +87,9 @@ def step_on_owners(
         "optimizers", given, lambda one: isinstance(one, Optimizer), "an optimizer of torch, or a list of them"
     )
     for argument, rule in (("on_shards", on_shards), ("stacks", stacks)):
-        fits = rule is None or callable(rule) or not isinstance(rule, (str, bytes))
-        expect(argument, fits, "names, a function of (name, parameter), or None", rule, 'pass ["*.experts.*"]')
+        if rule is not None and not callable(rule):
+            wanted = 'names such as ["*.experts.*"], a function of (name, parameter), or None'
+            expect_each(argument, rule, lambda name: isinstance(name, str), wanted)
     expect("cost", cost is None or callable(cost), "a function of a shape, or None", cost, "see its meaning")
     expect_whole("chunk_nbytes", chunk_nbytes, 1)
     owned = [

@@ -289,6 +289,8 @@ def _refuse_strangers(model: nn.Module, optimizers: Iterable[torch.optim.Optimiz
 def _plan(parallelism: Parallelism | Mapping[str, Any]) -> Parallelism:
     if isinstance(parallelism, Parallelism):
         return parallelism
+    if not isinstance(parallelism, Mapping):
+        raise ConfigError(f"parallelism: expected a Parallelism or a table of its keys, found {parallelism!r}")
     return read_config({"parallelism": parallelism}).parallel
 
 

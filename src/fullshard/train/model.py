@@ -111,7 +111,7 @@ class Attention(nn.Module):
         result: Tensor = self.wo(out.transpose(1, 2).reshape(batch, length, -1))
         return result
 
-    def _rotate(self, x: Tensor, positions: Tensor | None) -> Tensor:  # (B, T, heads, E), rotated in float32
+    def _rotate(self, x: Tensor, positions: Tensor | None = None) -> Tensor:  # (B, T, heads, E), rotated in float32
         at = slice(x.shape[1]) if positions is None else positions
         cos, sin = self.rope_cos[at].unsqueeze(-2), self.rope_sin[at].unsqueeze(-2)  # (T, 1, E/2) or (B, T, 1, E/2)
         low, high = x.float().chunk(2, dim=-1)
@@ -150,7 +150,8 @@ class Block(nn.Module):
         self.ffn = FeedForward(shape)
 
     def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:  # (B, T, D) -> (B, T, D)
-        x = x + self.attention(self.attention_norm(x), positions)
+        normed = self.attention_norm(x)
+        x = x + (self.attention(normed) if positions is None else self.attention(normed, positions))
         x = x + self.ffn(self.ffn_norm(x))
         return x
 
