@@ -229,6 +229,7 @@ def test_a_step_of_another_thread_is_none_of_the_model_s(monkeypatch: pytest.Mon
     noted: list[Any] = []
     scope: Any = Scope()
     monkeypatch.setattr(calls, "note_stepped", lambda scope, thread: noted.append(scope))
+    monkeypatch.setattr(calls, "_by_thread", {})  # models of other tests that are still there
 
     class Sharded:
         """What counts as a DTensor here."""
