@@ -2,109 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.utils.checkpoint import checkpoint
 
 import fullshard
 from tests.harness.implementations import FULLSHARD, TORCH, Implementation
 from tests.harness.models import Trained, adamw, assert_same_training, collect, seeded
+from tests.harness.optional_units import (
+    OPTIONAL,
+    PARTS,
+    STEPS,
+    UNITS,
+    WIDTH,
+    Model,
+    Tower,
+    batch,
+    loss_of,
+    parts_of,
+    shard,
+)
 from tests.harness.threads import run_ranks
-
-PARTS = ("tower", "layer", "aux")
-WIDTH = 6
-
-
-class _Block(nn.Module):
-    def __init__(self, hidden: int = 5) -> None:
-        super().__init__()
-        self.up = nn.Linear(WIDTH, hidden)
-        self.down = nn.Linear(hidden, WIDTH, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.tanh(self.up(x)))
-
-
-class _Tower(nn.Module):
-    """An encoder with units inside of it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.patch = nn.Linear(WIDTH, WIDTH)
-        self.blocks = nn.ModuleList(_Block(3 + i) for i in range(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.patch(x)
-        for block in self.blocks:
-            x = block(x)
-        return x
-
-
-class Model(nn.Module):
-    """`parts`: which of PARTS run. `again`: blocks are recomputed in backward."""
-
-    def __init__(self, again: bool = False) -> None:
-        super().__init__()
-        self.embed = nn.Linear(WIDTH, WIDTH)
-        self.tower = _Tower()
-        self.layers = nn.ModuleList(_Block() for _ in range(3))
-        self.aux = nn.Linear(WIDTH, 4)
-        self.head = nn.Linear(WIDTH, 4)
-        self.again = again
-
-    def run(self, module: nn.Module, x: Tensor) -> Tensor:
-        return checkpoint(module, x, use_reentrant=False) if self.again and self.training else module(x)
-
-    def forward(self, x: Tensor, parts: Sequence[str], zero: Sequence[str] = ()) -> Tensor:
-        """`zero`: parts that run, and count nothing."""
-        x = self.embed(x)
-        if "tower" in parts:
-            x = x + self.run(self.tower, x)
-        elif "tower" in zero:
-            x = x + self.run(self.tower, x) * 0
-        for i, layer in enumerate(self.layers):
-            if i != 1 or "layer" in parts:
-                x = self.run(layer, x)
-            elif "layer" in zero:
-                x = x + self.run(layer, x) * 0
-        out = torch.zeros(len(x), 4)
-        if "aux" in parts:
-            out = out + self.aux(x)
-        elif "aux" in zero:
-            out = out + self.aux(x) * 0
-        return out + self.head(x)
-
-
-OPTIONAL = ("tower", "layers.1", "aux")
-UNITS = ("tower.blocks.0", "tower.blocks.1", "tower", "layers.0", "layers.1", "layers.2", "aux")
-
-
-def shard(model: Model, fully_shard: Callable[..., Any] = fullshard.fully_shard, *, mark: bool, **options: Any) -> Any:
-    for name in UNITS:
-        given = {"optional": True} if mark and name in OPTIONAL else {}
-        fully_shard(model.get_submodule(name), **given, **options)
-    return fully_shard(model, **{**options, "reshard_after_forward": None})
-
-
-def parts_of(step: int, rank: int) -> list[str]:
-    """Each part runs on all ranks, on some, and on none, in some step."""
-    return [part for i, part in enumerate(PARTS) if (step * 5 + rank * (i + 2) + i * step) % 3 == 0]
-
-
-def batch(step: int, rank: int, micro: int = 0) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(1000 * step + 10 * rank + micro)
-    return torch.randn(3, WIDTH, generator=generator), torch.randn(3, 4, generator=generator)
-
-
-def loss_of(model: nn.Module, step: int, rank: int, parts: Sequence[str], micro: int = 0, **given: Any) -> Tensor:
-    inputs, targets = batch(step, rank, micro)
-    return F.mse_loss(model(inputs, parts, **given), targets)
 
 
 def reference(world: int, steps: Sequence[int], micros: int = 1, clip: float | None = None) -> Trained:
@@ -120,9 +42,6 @@ def reference(world: int, steps: Sequence[int], micros: int = 1, clip: float | N
             nn.utils.clip_grad_norm_(model.parameters(), clip)
         optimizer.step()
     return collect(model, optimizer)
-
-
-STEPS = range(6)
 
 
 def _train(rank: int, models: list[Model], **given: Any) -> tuple[Trained, list[set[str]]]:
@@ -240,12 +159,12 @@ def test_equal_to_ranks_that_run_all_parts_times_zero(policy: tuple[Any, Any]) -
             assert_same_training(fsdp2, plain)
 
 
-class _Towers(nn.Module):
+class Towers(nn.Module):
     """Runs its towers in the order it is given, each as often as it is named."""
 
     def __init__(self, trained: bool = True) -> None:
         super().__init__()
-        self.towers = nn.ModuleDict({name: _Tower() for name in "ab"})
+        self.towers = nn.ModuleDict({name: Tower() for name in "ab"})
         self.head = nn.Linear(WIDTH, 4)
         for parameter in self.head.parameters():
             parameter.requires_grad_(trained)
@@ -256,7 +175,7 @@ class _Towers(nn.Module):
         return self.head(x)
 
 
-def _train_towers(rank: int, models: list[_Towers], orders: Sequence[Sequence[str]]) -> Trained:
+def _train_towers(rank: int, models: list[Towers], orders: Sequence[Sequence[str]]) -> Trained:
     model = models[rank]
     for tower in model.towers.values():
         for part in (*tower.blocks, tower):
@@ -272,8 +191,8 @@ def _train_towers(rank: int, models: list[_Towers], orders: Sequence[Sequence[st
 
 def test_any_order_and_number_where_it_is_kept() -> None:
     orders = [("ab", "ba"), ("aab", "b"), ("", "bb"), ("", ""), ("baab", "a")]
-    models = [seeded(_Towers) for _ in range(2)]
-    plain = seeded(_Towers)
+    models = [seeded(Towers) for _ in range(2)]
+    plain = seeded(Towers)
     optimizer = adamw(plain.parameters())
     for step, order in enumerate(orders):
         optimizer.zero_grad()
@@ -353,7 +272,7 @@ class _Catching(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.tower = _Tower()
+        self.tower = Tower()
         self.head = nn.Linear(WIDTH, 4)
 
     def forward(self, x: Tensor, fails: bool) -> Tensor:
