@@ -44,7 +44,7 @@ def _skips(rank: int) -> tuple[str, float]:
 
 
 def test_a_rank_that_does_not_step_is_named() -> None:
-    """It goes on to the next forward, where the others are not."""
+    """It continues with the next forward, where the others are not."""
     for rank, (said, seconds) in enumerate(pool(3).run(_skips)):
         assert said.split(":")[0] in ("RanksDisagree", "PeerFailed"), (rank, said)
         assert "rank 1" in said and "an optimizer step" in said and seconds < SECONDS, (rank, said, seconds)

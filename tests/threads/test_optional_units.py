@@ -268,7 +268,7 @@ def test_an_exception_leaves_nothing(where: str) -> None:
 
 
 class _Catching(nn.Module):
-    """Goes on without its optional part where that fails."""
+    """Continues without its optional part where that fails."""
 
     def __init__(self) -> None:
         super().__init__()
