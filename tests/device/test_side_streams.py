@@ -549,7 +549,7 @@ def run_program(rank: int, name: str, fault: str = "") -> tuple[list[str], dict[
     return [race.explain() for race in seen.races] + nccl.failures(), params
 
 
-@pytest.mark.sample(8)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_programs_with_several_streams_train_as_plain_ones(name: str) -> None:
     _, setup, world = PROGRAMS[name]

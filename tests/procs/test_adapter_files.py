@@ -179,6 +179,7 @@ def _export(rank: int, kind: str, folder: str) -> dict[str, Any]:
     torch="none",
     reason="with torch a rank holds the whole model",
 )
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("kind", [*EVERYDAY, *(pytest.param(kind, marks=pytest.mark.slow) for kind in MORE)])
 def test_adapters_are_exported_alone_and_merged(kind: str, tmp_path: Path) -> None:
     first, *others = pool(2).run(_export, kind, str(tmp_path), timeout=TIMEOUT)

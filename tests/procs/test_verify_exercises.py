@@ -35,7 +35,7 @@ SOUND = [
 ]
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("strategy", "world"), SOUND)
 def test_sound_exercises_are_equal(strategy: str, world: int, tmp_path: Path) -> None:
     result = compare(tmp_path, record(tmp_path, strategy, world, exercises=EXERCISES))
@@ -58,7 +58,7 @@ def test_exercises_beside_tensor_parallelism(strategy: str, world: int, tmp_path
     assert result.verdict == "equal", result.difference
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", EXERCISED)
 def test_a_fault_is_found_and_named(name: str, tmp_path: Path) -> None:
     case = EXERCISED[name]

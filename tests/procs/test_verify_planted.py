@@ -35,7 +35,7 @@ def test_what_a_fault_changes_is_there(fault: Planted) -> None:
         assert source_of(each)
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", PLANTED)
 def test_a_planted_fault_is_found_and_its_place_named(name: str, tmp_path: Path) -> None:
     """The table of all of them: `python -m tests.harness.planted_table`."""

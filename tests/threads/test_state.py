@@ -159,7 +159,7 @@ def test_converting_the_dtype_of_a_sharded_model(after_a_step: bool, world: int)
     run_ranks(world, job)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @behaviour(
     "parameters edited or swapped between steps are seen, after an evaluation too",
     area="state",
