@@ -191,6 +191,8 @@ def _server_ends(rank: int, how: str) -> tuple[str, float] | None:
             raise ValueError("a bad token")
         if how == "killed":
             os.kill(os.getpid(), signal.SIGKILL)
+        if how == "stopped":
+            os.kill(os.getpid(), signal.SIGSTOP)
         return None
     if how == "later":
         time.sleep(3)
@@ -215,3 +217,14 @@ def test_the_rank_that_serves_the_store_ends_first(how: str) -> None:
         elif how != "killed":
             assert "its process ended" in said, said
         assert seconds < SECONDS
+
+
+def test_the_rank_that_serves_the_store_is_silent() -> None:
+    """Stopped, or its machine lost its power or its network: nothing closes the connections to the store, and a request
+    would wait for ever."""
+    told = run_fates(
+        3, _server_ends, "stopped", timeout=40, stays=False, lost=(0,), environment={"FULLSHARD_SILENCE": "2"}
+    )
+    for one in told[1:]:
+        assert one.value is not None, f"{one.text}\n{one.output}"
+        assert "rank 0 gave no sign of life since the store through which ranks meet is gone or silent" in one.value[0]

@@ -74,6 +74,7 @@ from .foreach import copied_into_one
 from .groups import (
     NcclWatchdog,
     Recorded,
+    StoreConnection,
     active_collectives,
     allocate_for,
     backend_of,
@@ -139,6 +140,7 @@ __all__ = [
     "current_node",
     "current_stream_of",
     "cut_dim",
+    "StoreConnection",
     "default_store",
     "dtensor_like",
     "dtensor_of",

@@ -5,9 +5,11 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import socket
+import struct
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, NamedTuple, cast
 
@@ -36,6 +38,67 @@ def backend_of(process_group: ProcessGroup, device: torch.device) -> Any:
 def default_store() -> Any:
     """The store of the default process group, on a separate connection: a wait on it blocks no other user."""
     return cast(Any, distributed_c10d._get_default_store()).clone()
+
+
+class StoreConnection:
+    """The store of the default process group on a separate connection whose requests raise after `seconds` without an
+    answer; 0: never.
+
+    torch waits for an answer without a limit. If the machine that serves the store loses its power or its network, or
+    the process is stopped, nothing closes the connection, and a rank would wait for ever. The kernel ends the wait
+    (SO_RCVTIMEO). The connection is shut then: an answer that comes late would be read as that of the next request.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        port = getattr(_underlying(distributed_c10d._get_default_store()), "port", 0)
+        before = _connected_to(port)
+        self._store = default_store()
+        self._descriptors = _connected_to(port) - before
+        if seconds:
+            whole = int(seconds)
+            limit = struct.pack("@ll", whole, int((seconds - whole) * 1e6))
+            for each in self._sockets():
+                each.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+
+    def __getattr__(self, name: str) -> Any:
+        call = getattr(self._store, name)
+
+        def ask(*args: Any) -> Any:
+            try:
+                return call(*args)
+            except RuntimeError as error:
+                if "Socket Timeout" in str(error):
+                    for each in self._sockets():
+                        with suppress(OSError):
+                            each.shutdown(socket.SHUT_RDWR)
+                raise
+
+        # Found without this function from now on.
+        setattr(self, name, ask)
+        return ask
+
+    def _sockets(self) -> Iterator[socket.socket]:
+        """Yields its sockets as duplicates, so that closing these closes nothing."""
+        for descriptor in self._descriptors:
+            with socket.socket(fileno=os.dup(descriptor)) as found:
+                yield found
+
+
+def _underlying(store: Any) -> Any:
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    return store
+
+
+def _connected_to(port: int) -> set[int]:
+    """The descriptors of this process that are connected to `port` of some machine."""
+    found = set()
+    for name in os.listdir("/dev/fd") if port else ():
+        with suppress(OSError):  # of the listing itself, and no sockets
+            with socket.socket(fileno=os.dup(int(name))) as one:
+                if one.getpeername()[1:2] == (port,):
+                    found.add(int(name))
+    return found
 
 
 def error_of(process_group: ProcessGroup, device: torch.device) -> str:

@@ -392,8 +392,8 @@ class Scope:
         """The fault if the store is gone: the last rank that ended or was lost, or the store itself."""
         gone = [fault for fault, _ in list(self.faults) if fault.kind in ("ended", "lost") and self.is_of_others(fault)]
         text = (
-            "gave no sign of life since the store through which ranks meet is gone, with the process that served it "
-            "(rank 0, or a launcher)"
+            "gave no sign of life since the store through which ranks meet is gone or silent, with the process that "
+            "served it (rank 0, or a launcher)"
         )
         return gone[-1] if gone else Fault(self.ranks[0], "lost", text, self.name, self.epoch)
 

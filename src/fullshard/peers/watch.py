@@ -30,7 +30,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .._torch import active_collectives, default_store, issued_by_group, known_groups, timeout_of
+from .._torch import StoreConnection, active_collectives, issued_by_group, known_groups, timeout_of
 from .diagnosis import Leader
 from .failures import Fault
 from .process import Host
@@ -418,12 +418,17 @@ def watch() -> Watch | None:
         return known[1]
     silent = dist.get_backend(world) == "fake" or dist.get_world_size(world) == 1
     settings = Settings.read(1800.0 if silent else timeout_of(world))
-    made = None if silent else Watch(default_store(), default_store(), dist.get_rank(world), settings)
+    made = None if silent else _watch_of(world, settings)
     _watches[key] = (weakref.ref(world, lambda _: _watches.pop(key, None)), made)
     if made is not None:
         made.is_current = partial(is_current, weakref.ref(made))
         _latest[:] = [made]
     return made
+
+
+def _watch_of(world: dist.ProcessGroup, settings: Settings) -> Watch:
+    seconds = settings.silence_seconds
+    return Watch(StoreConnection(seconds), StoreConnection(seconds), world.rank(), settings)
 
 
 def is_current(which: AnyWatch | weakref.ref[Watch]) -> bool:
@@ -463,7 +468,7 @@ def _end() -> None:
             # Without a watch yet (an invalid setting may end the process), peers may wait for it at their first use.
             world = dist.group.WORLD if dist.is_initialized() else None
             if world is not None and dist.get_backend(world) != "fake" and world.size() > 1:
-                known = [Watch(default_store(), default_store(), world.rank(), Settings())]
+                known = [_watch_of(world, Settings())]
     error = getattr(sys, "last_value", None)
     text = f"its process ended with {type(error).__name__}: {error}" if error is not None else "its process ended"
     for one in known:
