@@ -26,7 +26,15 @@ from tests import workers  # noqa: E402
 from tests.harness import collecting, cuda_builds, hang, recording, samples  # noqa: E402
 from tests.harness.worlds import OTHER_WORLD  # noqa: E402
 
-HANG_SECONDS = {"pure": 60.0, "fake": 60.0, "threads": 60.0, "device": 120.0, "procs": 120.0, "gpu": 120.0}
+HANG_SECONDS = {
+    "pure": 60.0,
+    "fake": 60.0,
+    "threads": 60.0,
+    "device": 120.0,
+    "procs": 120.0,
+    "hosts": 120.0,
+    "gpu": 120.0,
+}
 ALLOWED_SKIPS = Path(__file__).parent / "allowed_skips.txt"
 
 # The quick profile draws the same examples each time: a red test is the change's fault and not the draw's. The full

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import IO
 
 ROOT = Path(__file__).resolve().parent.parent
-_OTHERS = ("procs", "device", "faults", "pure", "fake", "golden", "gpu")
+_OTHERS = ("procs", "hosts", "device", "faults", "pure", "fake", "golden", "gpu")
 # Tiers of a worker in their order; together all of tests/ (tests/pure/test_workers.py).
 TIERS: dict[str, tuple[str, ...]] = {
     "threads-1": ("threads",),

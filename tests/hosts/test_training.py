@@ -1,0 +1,157 @@
+"""Training over several hosts, started as the page of large clusters says; hosts that vanish; folders and clocks."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.harness.hosts import REPOSITORY, Hosts
+from tests.hosts.train import alone
+
+SILENCE = 5
+ENVIRONMENT = {"PYTHONPATH": str(REPOSITORY), "FULLSHARD_SILENCE": str(SILENCE)}
+PROGRAM = "tests/hosts/train.py"
+# A run over two hosts on a busy machine.
+BOUND = 100.0
+pytestmark = pytest.mark.hang_after(3 * BOUND)
+
+
+def torchrun(per_host: int = 1, nodes: str = "2") -> tuple[str, ...]:
+    """The command of each host: that of the page for plain machines."""
+    launcher = (sys.executable, "-m", "torch.distributed.run", "--nnodes", nodes, "--nproc-per-node", str(per_host))
+    return *launcher, "--rdzv-backend", "c10d", "--rdzv-endpoint", "alpha:29500", "--rdzv-id", "run-1"
+
+
+def lines(said: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in said.splitlines() if line.startswith("{")]
+
+
+def ended(run: subprocess.Popen[str]) -> str:
+    said, _ = run.communicate(timeout=BOUND)
+    return said
+
+
+def until(run: subprocess.Popen[str], words: str) -> Iterator[str]:
+    """The lines of `run` until one has `words`."""
+    assert run.stdout is not None
+    for line in run.stdout:
+        yield line
+        if words in line:
+            return
+    raise AssertionError(f"{words} was not said")
+
+
+def losses(said: str) -> list[float]:
+    return [line["loss"] for line in lines(said) if line["event"] == "step"]
+
+
+def started(two: Hosts, command: tuple[str, ...], *arguments: str, **environment: str) -> list[subprocess.Popen[str]]:
+    return [host.start(*command, PROGRAM, *arguments, environment=ENVIRONMENT | environment) for host in two]
+
+
+def test_a_rendezvous_over_two_hosts_trains_as_one_process() -> None:
+    with Hosts(2) as two:
+        said = [ended(run) for run in started(two, torchrun(2), str(two.local), "--steps", "3")]
+    assert all('"ends"' in one for one in said), said
+    ranks = {line["rank"]: line for one in said for line in lines(one) if line["event"] == "begins"}
+    assert [ranks[rank]["host"] for rank in range(4)] == ["alpha", "alpha", "beta", "beta"]
+    # Two nodes, which each rank of them knows as one.
+    nodes = [ranks[rank]["node"] for rank in range(4)]
+    assert nodes[0] == nodes[1] != nodes[2] == nodes[3]
+    for one in said:
+        assert losses(one)[::2] == pytest.approx(alone(3), rel=1e-5)
+
+
+@pytest.mark.slow
+def test_variables_alone_are_enough() -> None:
+    """As an operator for Kubernetes starts processes: no launcher, the variables of `env://`."""
+    with Hosts(2) as two:
+        runs = []
+        for rank, host in enumerate(two):
+            own = {"MASTER_ADDR": "alpha", "MASTER_PORT": "29501", "WORLD_SIZE": "2", "RANK": str(rank)}
+            command = (sys.executable, PROGRAM, str(two.local), "--steps", "2")
+            runs.append(host.start(*command, environment=ENVIRONMENT | own))
+        for said in map(ended, runs):
+            assert losses(said) == pytest.approx(alone(2), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("victim", "how"),
+    [
+        pytest.param(1, "end", marks=pytest.mark.slow),
+        pytest.param(1, "cut", marks=pytest.mark.slow),
+        (0, "cut"),
+        pytest.param(0, "end", marks=pytest.mark.slow),
+    ],
+)
+def test_the_rank_of_a_host_that_vanishes_is_named(victim: int, how: str) -> None:
+    """Without power or cable nothing says that it is gone. The first host serves the store too."""
+    with Hosts(2) as two:
+        # Without a launcher, which ends processes and waits for its own store.
+        runs = []
+        for rank, host in enumerate(two):
+            own = {"MASTER_ADDR": "alpha", "MASTER_PORT": "29501", "WORLD_SIZE": "2", "RANK": str(rank)}
+            command = (sys.executable, PROGRAM, str(two.local), "--steps", "100000", "--pause", "0.05")
+            runs.append(host.start(*command, environment=ENVIRONMENT | own))
+        survivor = runs[1 - victim]
+        list(until(survivor, '"step": 5'))
+        two[victim].end() if how == "end" else two[victim].cut()
+        said = ended(survivor)
+        assert survivor.returncode != 0
+        assert "PeerFailed: expected every rank to take part in" in said, said
+        assert f"found that rank {victim} gave no sign of life" in said, said
+        two[victim].end()
+        runs[victim].communicate()
+
+
+@pytest.mark.slow
+def test_a_folder_that_only_one_host_sees_is_refused_by_name() -> None:
+    with Hosts(2) as two:
+        said = [
+            ended(run) for run in started(two, torchrun(), str(two.local / "run"), "--steps", "2", "--save-every", "1")
+        ]
+        assert not list(two[0].folder.glob("run/step-1/manifest*"))
+    for one in said:
+        assert "CheckpointError" in one and "expected a directory that all hosts share" in one, one
+        assert "found that host alpha made" in one and "host beta" in one and "nothing was written" in one, one
+
+
+@pytest.mark.slow
+def test_checkpoints_of_a_shared_folder_are_continued(tmp_path: Path) -> None:
+    """A second run, with the hosts in the other order and two ranks on each, continues the first."""
+    with Hosts(2) as two:
+        said = [ended(run) for run in started(two, torchrun(), str(tmp_path), "--steps", "2", "--save-every", "2")]
+        assert all('"ends"' in one for one in said), said
+        said = [ended(run) for run in started(two, torchrun(2), str(tmp_path), "--steps", "4", "--save-every", "2")]
+    for one in said:
+        assert losses(one)[::2] == pytest.approx(alone(4)[2:], rel=1e-5), one
+
+
+@pytest.mark.slow
+def test_records_of_all_hosts_are_seen_together(tmp_path: Path) -> None:
+    """Each host has its own folder and its own clock, an hour apart: the files are put together, and one may be
+    missing."""
+    with Hosts(2) as two:
+        runs = started(two, torchrun(), str(tmp_path), "--steps", "3", "--see", str(two.local / "see"))
+        said = [ended(run) for run in runs]
+        assert all('"ends"' in one for one in said), said
+        for host in two:
+            for path in (host.folder / "see").iterdir():
+                (tmp_path / "both").mkdir(exist_ok=True)
+                (tmp_path / "both" / path.name).write_bytes(path.read_bytes())
+    whole = _seen(tmp_path / "both")
+    assert "of 2" in whole and "sent its part" in whole, whole
+    (tmp_path / "both" / "rank1.jsonl").unlink()
+    assert "rank 1" in _seen(tmp_path / "both")
+
+
+def _seen(folder: Path) -> str:
+    done = subprocess.run([sys.executable, "-m", "fullshard", "see", str(folder)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
