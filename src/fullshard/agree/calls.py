@@ -13,6 +13,7 @@ import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -23,7 +24,7 @@ from ..engine.names import parameter_names
 from ..engine.optimizer_steps import optimizer_steps, tell_each_step
 from ..engine.unit import AnyRoot, Unit
 from ..param import Owner, claim
-from ..peers import Scope, is_current
+from ..peers import Scope
 from .ledger import STEP, Fact, Statement, called, digest_of, program_of
 from .mesh_ledger import MeshLedger
 from .structure import digests_of
@@ -253,16 +254,14 @@ class Calls:
         # The text of parameters in a fact, by their ids, on each mesh.
         self._listed_places: dict[tuple[int, ...], dict[tuple[int, ...], str]] = {}
         self._channels = -1
+        # The default process group in which the root formed; gone when it is destroyed.
+        self.process_group: weakref.ref[dist.ProcessGroup] | None = None
 
     def begin(self) -> None:
-        """Record from now on, if the root has other ranks."""
-        if self._meshes:
+        """Record from now on, until the process group is destroyed, if the root has other ranks."""
+        if self._meshes and dist.group.WORLD is not None:
+            self.process_group = weakref.ref(dist.group.WORLD)
             _by_thread.setdefault(self._root.thread, weakref.WeakSet()).add(self)
-
-    def is_over(self) -> bool:
-        """Whether the process group of the root was destroyed."""
-        scope = next(iter(self._meshes.values())).scope
-        return scope is not None and not is_current(scope.watch)
 
     def optimizer_stepped(self, optimizer: Optimizer, *, changes: bool = True) -> None:
         """`optimizer` took a step. `changes`: whether it changed parameters."""
@@ -398,11 +397,11 @@ def _optimizer_stepped(optimizer: Optimizer) -> None:
                 if (scope := reference()) is not None:
                     note_stepped(scope, thread)
     for calls in tuple(_by_thread.get(thread, ())):
-        if calls.is_over():
-            # Its optimizers are not looked at any more: what is noted of one keeps the parameters of that alive.
-            _by_thread[thread].discard(calls)
-        else:
+        if calls.process_group is not None and calls.process_group() is dist.group.WORLD:
             calls.optimizer_stepped(optimizer, changes=changes)
+        else:
+            # Of a destroyed process group: what is noted of an optimizer would keep its parameters alive.
+            _by_thread[thread].discard(calls)
 
 
 def note_stepped(scope: Scope, thread: int) -> None:
