@@ -8,6 +8,7 @@ import logging
 import sys
 import threading
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -566,6 +567,28 @@ def test_who_waits_for_the_reason_of_a_closed_connection_waits_for_a_moment(two:
     two.watches[0].waiting[threading.get_ident()] = wait
     two.run(9)
     assert 0 in two.cut
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_ranks_at_other_questions_are_named_by_all(own: bool) -> None:
+    """In one place for all that compare; also by the words of a question that has its own."""
+    asked = [("order", "unshard layers.4"), ("structure", "x"), ("order", "unshard layers.5")]
+    with Simulation(3) as simulation:
+        for rank, (what, value) in enumerate(asked):
+            scope = simulation.scopes[rank]
+            if own:
+                scope.explained_by["order"] = lambda *said: str(said)
+            simulation.start(rank, partial(scope.agree, what, value))
+        simulation.run(30)
+        texts = {str(error) for error in simulation.raised.values() if isinstance(error, RanksDisagree)}
+        assert len(simulation.raised) == 3 and texts == {
+            "('unshard layers.4', [0], 1, 'structure')"
+            if own
+            else "expected all ranks to come to the same places in the same order, found ranks 0 and 2 at order, "
+            "rank 1 at structure; make the same calls with the same arguments and settings (FULLSHARD_GUARD) on all "
+            "ranks"
+        }
+        assert all(scope.failures.must_meet for scope in simulation.scopes), "some sent what others did not"
 
 
 def test_a_question_has_its_own_words_for_ranks_that_wait_elsewhere(two: Simulation) -> None:

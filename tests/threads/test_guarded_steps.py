@@ -376,7 +376,7 @@ def test_nested_guards() -> None:
 def _left_out(rank: int) -> None:
     model, optimizer = build()
     attempt(model, optimizer, rank, 0)
-    expected = "rank 0 at the step of AdamW and rank 1 at the end of a guarded block; make all ranks take"
+    expected = "rank 0 at the step of AdamW, rank 1 at the end of a guarded block; make the same calls"
     with pytest.raises(RanksDisagree, match=expected), fullshard.guard(model, optimizer):
         backward(model, rank, 1)
         if rank == 0:

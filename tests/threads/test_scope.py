@@ -48,8 +48,13 @@ def test_what_each_rank_has(world: int) -> None:
 
 
 def test_different_questions() -> None:
-    found = run_ranks(2, lambda rank: _scope().agree("shapes" if rank else "order", "equal"))
-    assert found == [{0: "order: equal", 1: "shapes: equal"}] * 2
+    def raised(rank: int) -> tuple[str, dict[int, str]]:
+        with pytest.raises(RanksDisagree, match="rank 0 at order, rank 1 at shapes; make the same calls") as found:
+            _scope().agree("shapes" if rank else "order", "equal")
+        return str(found.value), found.value.by_rank
+
+    (text, by_rank), other = run_ranks(2, raised)
+    assert other == (text, by_rank) and by_rank == {0: "order: equal", 1: "shapes: equal"}
 
 
 def test_nothing_is_left_in_the_store() -> None:

@@ -15,7 +15,7 @@ from ..engine.unit import Unit
 from ..peers import RanksDisagree, Scope, scope_of
 from .differences import deviation, disagreement, phrase
 from .ledger import Action, Order, Program, program_of, read_question
-from .recovery import TOGETHER, lost_error
+from .recovery import lost_error
 
 _QUESTION = "order"
 
@@ -28,18 +28,6 @@ def order_on(scope: Scope) -> Program:
 
 def _while_waiting(question: str, asking: Sequence[int], here: int, where: str) -> str:
     return deviation(read_question(question), asking, here, where)
-
-
-def _explained(answers: dict[int, str]) -> str:
-    start = f"{_QUESTION}: "
-    ordered = {rank: text.removeprefix(start) for rank, text in answers.items() if text.startswith(start)}
-    others = [rank for rank in answers if rank not in ordered]
-    if ordered and others:  # the others ask about something else than the order of messages
-        question = next(iter(ordered.values()))
-        asking = [rank for rank, text in ordered.items() if text == question]
-        other, _, value = answers[others[0]].partition(": ")
-        return _while_waiting(question, asking, others[0], value if other == TOGETHER else other)
-    return disagreement({rank: read_question(text) for rank, text in answers.items()})
 
 
 def compare_action(
@@ -73,7 +61,8 @@ def compare_action(
         return
     # Some ranks may have sent messages that others did not.
     scope.failures.must_meet = True
-    raise RanksDisagree(_explained(answers), what=_QUESTION, by_rank=answers)
+    questions = {rank: read_question(text) for rank, text in answers.items()}
+    raise RanksDisagree(disagreement(questions), what=_QUESTION, by_rank=answers)
 
 
 # ---- full params -----------------------------------------------------------------------------------------------------

@@ -33,12 +33,10 @@ from ..engine.optimizer_steps import asks_on_devices, optimizer_steps
 from ..engine.padding_rows import note_row_loaded
 from ..engine.unit import Unit, unit_of
 from ..param import Owner
-from ..peers import LOST, PeerFailed, RanksDisagree, Scope, had_losses, lost_in, scope_of, shown_ranks, variants
+from ..peers import LOST, PeerFailed, RanksDisagree, Scope, had_losses, lost_in, scope_of, shown_ranks
 from .ledger import HALF, program_of
 
 # ---- peers -----------------------------------------------------------------------------------------------------------
-# The question of ranks that synchronise through the store.
-TOGETHER = "what ranks come together for"
 
 
 class Peers:
@@ -106,9 +104,7 @@ class Peers:
             try:
                 # By a collective if there are connections on the host, else through the store.
                 if not alike(scope, what):
-                    answers = scope.agree(TOGETHER, what)
-                    if answers is not None:
-                        raise RanksDisagree(_elsewhere(what, answers), what=what, by_rank=answers)
+                    scope.agree(what, "")
             finally:
                 scope.doing = doing
 
@@ -141,13 +137,6 @@ class Peers:
             # Nothing more is to be said of the last meeting: a root asks for this method only where something is.
             scope.states = {}
         return renewed
-
-
-def _elsewhere(what: str, answers: dict[int, str]) -> str:
-    # An answer reads "question: text"; the text may be a digest.
-    asked = variants({rank: answer.partition(": ")[0] for rank, answer in answers.items()})
-    found = " and ".join(f"{shown_ranks(ranks)} at {what if one == TOGETHER else one}" for one, ranks in asked.items())
-    return f"expected all ranks at {what}, found {found}; make all ranks take the same calls in the same order"
 
 
 def _steps_since(before: int, thread: int) -> int:

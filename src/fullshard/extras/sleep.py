@@ -326,19 +326,14 @@ def wake(model: nn.Module, *, load: Callable[[], object] | None = None) -> Slept
     problem = sleeping.allocate()
     without: list[int] = [0] if problem else []
     for scope in scopes:
-        answers = scope.agree("fullshard.wake", "no room" if problem else "room")
-        if answers is not None:
-            without = sorted(rank for rank, told in answers.items() if "no room" in told)
-            strangers = [rank for rank, told in answers.items() if told not in ("room", "no room")]
-            if strangers and not problem:
+        try:
+            answers = scope.agree("fullshard.wake", "no room" if problem else "room")
+        except BaseException:
+            if not problem:
                 sleeping.free()
-            if strangers:
-                raise RanksDisagree(
-                    f"wake: expected all ranks to wake, found {shown_ranks(strangers)} elsewhere; call fullshard.wake "
-                    f"on all ranks",
-                    what="fullshard.wake",
-                    by_rank=answers,
-                )
+            raise
+        if answers is not None:
+            without = sorted(rank for rank, told in answers.items() if told == "no room")
         elif problem:
             without = list(scope.ranks)
     if without:

@@ -49,31 +49,9 @@ def ask(scope: Scope, what: str, text: str, *, or_distinct: bool = False) -> dic
     """None if all ranks of `scope` have the same `text`, else a digest of each rank's text. Collective.
 
     `or_distinct`: an empty dict if no two ranks have the same text, which takes no more requests of a rank than the
-    answer that all are the same. Raises `RanksDisagree` on all ranks if some are at another question.
+    answer that all are the same.
     """
-    answer = scope.agree(what, hashlib.blake2s(text.encode(), digest_size=16).hexdigest(), or_distinct=or_distinct)
-    if answer is None or not any(": " in told for told in answer.values()):
-        return answer
-    _refuse_by_its_own_words(scope, answer)
-    questions = variants({rank: told.rpartition(": ")[0] for rank, told in answer.items()})
-    found = ", ".join(f"{shown_ranks(ranks)} at {question}" for question, ranks in questions.items())
-    raise RanksDisagree(
-        f"expected all ranks to come to the same places in the same order, found {found}; make the same calls with the "
-        f"same arguments and settings (FULLSHARD_GUARD) on all ranks",
-        what=what,
-        by_rank=answer,
-    )
-
-
-def _refuse_by_its_own_words(scope: Scope, answer: dict[int, str]) -> None:
-    """Raise `RanksDisagree` if some ranks are at a question with its own explanation."""
-    for asked, explain in scope.explained_by.items():
-        asking = [rank for rank, told in answer.items() if told.startswith(f"{asked}: ")]
-        others = [rank for rank in answer if rank not in asking]
-        if asking and others:
-            where = answer[others[0]].partition(": ")[0]
-            text = explain(answer[asking[0]].removeprefix(f"{asked}: "), asking, others[0], where)
-            raise RanksDisagree(text, what=asked, by_rank=answer)
+    return scope.agree(what, hashlib.blake2s(text.encode(), digest_size=16).hexdigest(), or_distinct=or_distinct)
 
 
 def same_on_all(scope: Scope, what: str, text: str) -> bool:
@@ -196,17 +174,47 @@ class Scope:
     def agree(self, what: str, value: str, *, in_full: bool = True, or_distinct: bool = False) -> dict[int, str] | None:
         """Compare `value` on all ranks. Collective, in the same order with the same `what`.
 
-        Returns None if all are equal; else every rank's value, on all ranks ("what: value" if they ask different
-        questions), or without `in_full` an empty dict; also with `or_distinct`, if no two ranks' are equal.
+        Returns None if all are equal; else every rank's value, on all ranks, or without `in_full` an empty dict; also
+        with `or_distinct`, if no two ranks' are equal. Raises `RanksDisagree` on all ranks if some are at another
+        `what`.
         """
         try:
             with self._store_answers(what):
-                return self._agree(what, value, in_full=in_full, or_distinct=or_distinct)
+                answers = self._agree(what, value, in_full=in_full, or_distinct=or_distinct)
         except BaseException as error:
             self.interrupted(error, what)
             raise
+        if answers is None:
+            return None
+        if len({asked for asked, _ in answers.values()}) > 1:
+            # Some ranks may have sent messages that others did not.
+            self.failures.must_meet = True
+            raise self._apart(answers, what)
+        return {rank: told for rank, (_, told) in answers.items()}
 
-    def _agree(self, what: str, value: str, *, in_full: bool, or_distinct: bool) -> dict[int, str] | None:
+    def _apart(self, answers: Mapping[int, tuple[str, str]], what: str) -> RanksDisagree:
+        """The error of ranks at different questions: in the words of one that explains why others are elsewhere, if
+        there is one."""
+        by_rank = {rank: f"{asked}: {told}" for rank, (asked, told) in answers.items()}
+        questions = variants({rank: asked for rank, (asked, _) in answers.items()})
+        for asked, explain in self.explained_by.items():
+            if asked in questions:
+                others = [rank for rank in answers if rank not in questions[asked]]
+                told = answers[questions[asked][0]][1]
+                asking = [rank for rank in questions[asked] if answers[rank][1] == told]
+                return RanksDisagree(
+                    explain(told, asking, others[0], answers[others[0]][0]), what=asked, by_rank=by_rank
+                )
+        found = ", ".join(f"{shown_ranks(ranks)} at {asked}" for asked, ranks in questions.items())
+        return RanksDisagree(
+            f"expected all ranks to come to the same places in the same order, found {found}; make the same calls with "
+            f"the same arguments and settings (FULLSHARD_GUARD) on all ranks",
+            what=what,
+            by_rank=by_rank,
+        )
+
+    def _agree(self, what: str, value: str, *, in_full: bool, or_distinct: bool) -> dict[int, tuple[str, str]] | None:
+        """The question and the value of each rank, in its order; None if all are equal."""
         store, number = self.watch.records.store, self.asked
         key = f"{self.base}/ask/{number}"
         digest = hashlib.blake2s(f"{what}\0{value}".encode(), digest_size=12).hexdigest()
@@ -250,11 +258,7 @@ class Scope:
         if not in_full:
             return {}
         answers = json.loads(store.get(f"{key}/answer"))
-        several = len({asked for _, asked, _ in answers}) > 1
-        told = {
-            rank: f"{asked}: {text}" if several else text for ranks, asked, text in answers for rank in ranks_of(ranks)
-        }
-        return dict(sorted(told.items()))
+        return dict(sorted((rank, (asked, text)) for ranks, asked, text in answers for rank in ranks_of(ranks)))
 
     def _is_answered(self, key: str, error: BaseException) -> bool:
         """Give up a question that `error` left, so that later ranks do not find it answered and continue alone. Returns
