@@ -136,6 +136,27 @@ def test_what_the_system_takes_in_parts_is_read_and_written_whole(
     assert caught.value.errno == errno.ENOSPC
 
 
+def test_pieces_are_read_one_after_another_wherever_the_system_stops(
+    folder: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder.write("a", b"0123456789")
+    preadv = os.preadv
+    for most in range(1, 11):
+
+        def some(fd: int, buffers: list[memoryview], start: int, most: int = most) -> int:
+            left, parts = most, []
+            for buffer in buffers:
+                parts.append(buffer[:left])
+                left -= len(parts[-1])
+            return preadv(fd, parts, start)
+
+        monkeypatch.setattr(os, "preadv", some)
+        pieces = [bytearray(n) for n in (4, 0, 1, 5)]
+        with folder.reading("a") as file:
+            file.read_each([memoryview(one) for one in pieces], 0)
+        assert b"".join(pieces) == b"0123456789", most
+
+
 def test_a_block_that_was_changed_is_damaged() -> None:
     compare(memoryview(b"abc"), crc32(b"abc"), "here", 8)
     with pytest.raises(CheckpointDamaged, match="here: bytes 8 to 11 are not those that were saved"):

@@ -184,6 +184,15 @@ def test_uses_are_numbered_by_the_ends_of_forwards() -> None:
     assert units["a"].sending.open == [RecordedUse(0, 1), RecordedUse(3, 3)] and run.owed.clock == 4
 
 
+def test_a_use_that_is_not_named_is_the_youngest_one() -> None:
+    """As of a weight that was saved by the last of several forwards: backwards come in the reverse order."""
+    run, units = used("a", "b", "a")
+    a, b = units["a"], units["b"]
+    assert visit(run, a, None) == [] and a.sending.visited == RecordedUse(2, 2)
+    assert visit(run, b, None) == [] and b.sending.visited == RecordedUse(1, 1), "a is not due: its first use is older"
+    assert a.sending.open == [RecordedUse(0, 0)] and end_sending(run) == [b, a]
+
+
 def test_a_unit_waits_for_what_is_inside_of_it() -> None:
     """Its own gradients may be there first; the inner one goes first all the same."""
     run, units = used(NESTED)

@@ -118,16 +118,19 @@ def exchanged(scope: Scope, what: str, statements: Sequence[Statement]) -> dict[
     Sends a digest, and only if digests differ the statements, from one rank of each variant.
     """
     text = dumps(statements)
-    digests = ask(scope, what, text) or {}
+    digests = ask(scope, what, text)
+    if not digests:
+        return {}
     senders = {ranks[0] for ranks in variants(digests).values()}
-    found = tell(scope, f"{what} in full", text if scope.rank in senders else "") if digests else {}
+    found = tell(scope, f"{what} in full", text if scope.rank in senders else "")
     texts = {digests[rank]: found[rank] for rank in senders}
     return read({rank: texts[digest] for rank, digest in digests.items()})
 
 
 def refuse_differences(scope: Scope, what: str, statements: Sequence[Statement]) -> None:
     """Raise `RanksDisagree` on all ranks of `scope` if they do not state the same. Collective."""
-    difference = first_difference(exchanged(scope, what, statements))
+    by_rank = exchanged(scope, what, statements)
+    difference = first_difference(by_rank) if by_rank else None
     if difference is not None:
         raise RanksDisagree(difference.text, what=difference.what, by_rank=difference.by_rank)
 

@@ -36,7 +36,7 @@ from ..param import (
     local_data,
     written_before,
 )
-from ..peers import RanksDisagree, Scope, ask, scope_of, shown_ranks, tell, variants
+from ..peers import RanksDisagree, Scope, ask, scope_of, shown_ranks
 from ..policy.casting import shown_cast_inputs
 from ..schedule import UnitRecord
 from .differences import differences, exchanged, refuse_differences
@@ -440,15 +440,13 @@ def _refuse_other_values(root: AnyRoot, scope: _OnMesh) -> None:
     if any(written):
         # Values were loaded. A parameter held by one rank alone may have been loaded with the value it had, unnoticed.
         asked = [i for i in asked if not _is_one_rank_s(*params[i], len(scope.ranks))]
-    text = ",".join(_hexadecimal(noted[i]) for i in asked)
-    if ask(scope.scope, "initial values that nobody wrote since", text) is None:
+    statements = [stated(TENSOR, names[params[i][0]], {"initial values": str(noted[i])}) for i in asked]
+    by_rank = exchanged(scope.scope, "initial values that nobody wrote since", statements)
+    if not by_rank:
         _look_at_rows(root, scope, [entry for entry, count in zip(params, written, strict=True) if count], names)
         return
-    told = {rank: values.split(",") for rank, values in tell(scope.scope, "initial values in full", text).items()}
-    columns = {i: {rank: values[place] for rank, values in told.items()} for place, i in enumerate(asked)}
-    differ = [i for i, values in columns.items() if len(set(values.values())) > 1]
-    name = names[params[differ[0]][0]]
-    groups = list(variants(columns[differ[0]]).values())
+    differ = list(differences(by_rank))
+    name, groups = differ[0].statement.name, [ranks for ranks, _ in differ[0].values]
     found = "each rank's are others" if len(groups) == len(scope.ranks) > 2 else _unlike(groups)
     raise RanksDisagree(
         f"{name}: expected the same values on every rank when fully_shard cut it, found that {found} "
@@ -456,8 +454,8 @@ def _refuse_other_values(root: AnyRoot, scope: _OnMesh) -> None:
         f"torch.manual_seed with the same number on all ranks before the model is built (with materialize: before "
         f"each init, which may not depend on the rank), or fullshard.sync_module_states(model) before fully_shard, or "
         f"load a checkpoint before the first forward (FULLSHARD_GUARD=structure: do not compare values)",
-        what=f"{name} initial values",
-        by_rank=columns[differ[0]],
+        what=differ[0].what,
+        by_rank=differ[0].by_rank,
     )
 
 
@@ -466,7 +464,8 @@ def _look_at_rows(
 ) -> None:
     """Warn of equal rows among the parameters, with the ranks that share each, that may have been drawn as shards."""
     cut = [param for param, world in drawn if world > 1]
-    warn_of_equal_rows(on.mesh, root.units[0].record.name, cut, [names[param] for param in cut])
+    if cut:
+        warn_of_equal_rows(on.mesh, root.units[0].record.name, cut, [names[param] for param in cut])
 
 
 def _is_one_random_model(root: AnyRoot, scope: _OnMesh, params: Sequence[ShardedParam]) -> bool:
@@ -502,7 +501,3 @@ def _unlike(groups: Sequence[Sequence[int]]) -> str:
 def _is_one_rank_s(param: ShardedParam, world: int, ranks: int) -> bool:
     """Whether a single rank of the mesh (`ranks` ranks, `world` of them shard) holds all rows of `param`."""
     return world == ranks and sum(param.layout.rows(rank) > 0 for rank in range(world)) == 1
-
-
-def _hexadecimal(digest: int | None) -> str:
-    return "none" if digest is None else f"{digest & (1 << 64) - 1:016x}"

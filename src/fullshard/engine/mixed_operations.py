@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -188,16 +189,13 @@ def _cure(frames: Sequence[FrameType]) -> str:
 _Hook = Callable[[type[BaseException], BaseException, TracebackType | None], Any]
 
 
-class _Noting:
-    """`sys.excepthook`: adds the note, then does what the hook before it does."""
-
-    def __init__(self, before: _Hook) -> None:
-        self._before = before
-
-    def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        with suppress(Exception):  # the program's own exception is what matters
-            note_mixed(error)
-        self._before(kind, error, trace)
+def _note_and_report(
+    before: _Hook, kind: type[BaseException], error: BaseException, trace: TracebackType | None
+) -> None:
+    """As `sys.excepthook`: add the note, then do what the hook `before` it does."""
+    with suppress(Exception):  # the program's own exception is what matters
+        note_mixed(error)
+    before(kind, error, trace)
 
 
 _installed = False
@@ -208,4 +206,4 @@ def note_uncaught() -> None:
     global _installed
     if not _installed or sys.excepthook is sys.__excepthook__:
         _installed = True
-        sys.excepthook = _Noting(sys.excepthook)
+        sys.excepthook = partial(_note_and_report, sys.excepthook)

@@ -11,11 +11,9 @@ from .unit import Unit, unit_of
 
 
 def arrange(units: Sequence[Unit]) -> None:
-    """The root of `units` forms. Raises `ValueError` if an optional unit is the root, or if it,
-    the unit around it or one inside of it has several modules."""
+    """The root of `units`, some of them optional, forms. Raises `ValueError` if an optional unit is the root, or if
+    it, the unit around it or one inside of it has several modules."""
     marked = [unit.settings.optional for unit in units]
-    if not any(marked):
-        return
     around = _around(units)
     for index, unit in enumerate(units):
         name = unit.record.name

@@ -38,7 +38,7 @@ from .names import clean_name, parameter_names
 from .optimizer_steps import expect_backward, follow_steps, note_backward
 from .optional_units import arrange, note_stale, refuse_out_of_place
 from .stream import ModelStream
-from .uninitialized import has_meta_buffers, prove_initialized
+from .uninitialized import prove_initialized
 from .unit import HOOKED_FORWARDS, Shared, Unit, unit_of
 
 # ---- root ------------------------------------------------------------------------------------------------------------
@@ -88,7 +88,8 @@ class Root:
             unit.record.name = name
             unit.take_grad_dtypes()
         self.companion.forms()
-        refuse_below(self)
+        if any(unit.settings.manual_finalization for unit in self.units[1:]):
+            refuse_below(self)
         for unit in self.units:
             self._locate(unit, unit.settings.controls)
         self.companion.connects(self.units)
@@ -97,11 +98,12 @@ class Root:
             unit.gradients.on_arrival = partial(self._gradient_arrived, unit)
             unit.attach(self, self.shared.pool)
             self.reads.learn(unit)
-        if not provisional:
+        if not provisional and any(unit.settings.optional for unit in self.units):
             arrange(self.units)
         # Whether parameters or buffers may be uninitialised, which the next forward checks; and whether all ranks will
-        # make the same checks.
-        self.some_unproven = any(unit.unproven for unit in self.units) or has_meta_buffers(first.module)
+        # make the same checks. A load with `assign=True` leaves buffers on the meta device.
+        on_meta = any(buffer.is_meta for buffer in first.module.buffers())
+        self.some_unproven = on_meta or any(unit.unproven for unit in self.units)
         self._checks_agreed = False
 
     # The root is asked for what others own. C functions: hooks call them often in a step.

@@ -90,11 +90,6 @@ def note_uninitialized(unit: Unit, emptied: Iterable[ShardedParam] | None = None
         unit.root.some_unproven = True
 
 
-def has_meta_buffers(top: nn.Module) -> bool:
-    """Whether a buffer is still on the meta device, as after loading parameters with `assign=True`."""
-    return any(buffer.is_meta for buffer in top.buffers())
-
-
 # ---- buffers -------------------------------------------------------------------------------------------------
 
 
