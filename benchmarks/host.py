@@ -2,6 +2,8 @@
 
     python -m benchmarks.host                     fp32 and mixed precision, world 8; about a minute
     python -m benchmarks.host --profile "+ shards"  where the time of one way goes (cProfile)
+    python -m benchmarks.host --where             where the time that the engine adds to a block goes, for FSDP2 and
+                                                  ours: torch's own calls, rooms of the package, Python's built-ins
 
 A step is forward, backward, optimizer.step() and zero_grad() of a chain of blocks with nine parameters each, as in
 Llama. The figure is (step - step of the bare model) / blocks, in milliseconds of CPU time (which is time, on a machine
@@ -41,6 +43,7 @@ import statistics
 import sys
 import time
 import warnings
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from itertools import accumulate
@@ -434,10 +437,71 @@ def profile(shape: ModelShape, way: str) -> None:
     pstats.Stats(profiler).sort_stats("tottime").print_stats(35)
 
 
+# C functions of torch, by what calls for them; all others of torch are "other operations".
+_CALLS = {
+    "the autograd engine": ("run_backward",),
+    "messages": ("allgather", "alltoall", "reduce_scatter", "allreduce", "wait", "_allgather_base", "recv", "send"),
+    "autograd functions, hooks and graph": ("apply", "register", "_register_hook", "queue_callback", "save_on"),
+    "memory, views and copies": (
+        *("empty", "view", "split", "copy_", "narrow", "as_strided", "new_", "set_", "resize_", "chunk", "unbind"),
+        *("reshape", "detach", "contiguous", "storage", "zeros", "cat", "_foreach_copy_", "flatten"),
+    ),
+}
+
+
+def where(shape: ModelShape, way: str) -> Counter[str]:
+    """Microseconds of processor time of a forward and backward of `way`, by what spends them."""
+    step = Step(way, shape, mixed=False)
+    for _ in range(4):
+        step()
+    profiler = cProfile.Profile(time.process_time)
+    for _ in range(_PROFILED):
+        profiler.enable()
+        step.engine()
+        profiler.disable()
+        step.update()
+    found: Counter[str] = Counter()
+    for (file, _, name), (_, _, own, _, _) in pstats.Stats(profiler).stats.items():  # type: ignore[attr-defined]
+        found[_spender(file, name)] += own * 1e6 / _PROFILED
+    return found
+
+
+def _spender(file: str, name: str) -> str:
+    """What a function of a profile belongs to."""
+    if file != "~":
+        for package, title in (("/fullshard/", "ours, Python: "), ("/fsdp/_fully_shard/", "FSDP2, Python")):
+            if package in file:
+                rest = file.rpartition(package)[2]
+                return title + rest.partition("/")[0] if title.endswith(" ") else title
+        return "torch, Python" if "/torch/" in file else "other Python"
+    called = name.removeprefix("<").split("'")[1] if "'" in name else name.rpartition(".")[2].rstrip(">}")
+    if "torch" not in name and "Tensor" not in name:
+        return "built-in functions of Python"
+    kinds = (kind for kind, starts in _CALLS.items() if called.startswith(starts))
+    return f"torch, C: {next(kinds, 'other operations')}"
+
+
+_PROFILED = 100
+
+
+def report_where(shape: ModelShape) -> None:
+    """Print the table for FSDP2 and ours, beyond the bare model, in microseconds a block."""
+    bare, *found = (where(shape, way) for way in ("bare", "fsdp2", "fullshard"))
+    for one in found:
+        one.subtract(bare)
+    rows = sorted({place for one in found for place in one}, key=lambda place: -max(one[place] for one in found))
+    print("| us a block, under a profiler | FSDP2 | fullshard |\n|---|---|---|")
+    shown = [(place, *(one[place] / shape.depth for one in found)) for place in rows]
+    for place, *values in [*shown, ("all", *(sum(one.values()) / shape.depth for one in found))]:
+        if max(map(abs, values)) >= 0.5:
+            print(f"| {place} | {' | '.join(f'{value:.0f}' for value in values)} |")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=40, help="measured rounds of three steps each (default: 40)")
     parser.add_argument("--profile", choices=WAYS, help="print where the time of one way goes, and measure nothing")
+    parser.add_argument("--where", action="store_true", help="print what spends the engine's time of a block")
     parser.add_argument("--tiny", action="store_true", help="two blocks, to try the script itself")
     options = parser.parse_args()
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch")
@@ -448,6 +512,9 @@ def main() -> None:
     shape = ModelShape(64, 16, 24, 2, 2) if options.tiny else SHAPE
     if options.profile:
         profile(shape, options.profile)
+        return
+    if options.where:
+        report_where(shape)
         return
     print("What ranks compare in a step, and when: the table of docs/adr/0009-ranks-agree-before-they-send.md")
     results = [report(mixed, shape, measure(shape, mixed, options.rounds), options.rounds) for mixed in (False, True)]

@@ -192,7 +192,7 @@ _Hook = Callable[[type[BaseException], BaseException, TracebackType | None], Any
 def _note_and_report(
     before: _Hook, kind: type[BaseException], error: BaseException, trace: TracebackType | None
 ) -> None:
-    """As `sys.excepthook`: add the note, then do what the hook `before` it does."""
+    """Adds the note, then does what `sys.excepthook` did before."""
     with suppress(Exception):  # the program's own exception is what matters
         note_mixed(error)
     before(kind, error, trace)

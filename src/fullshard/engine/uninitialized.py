@@ -26,7 +26,7 @@ from .unit import Unit
 # Detects parameters and buffers that are still uninitialised at the first forward after `to_empty`.
 #
 # Conversion           wraps the user's function in `_apply`: fills new memory without data with a pattern
-#                      (param/initial.py); buffers with data keep it
+#                      (param/unwritten.py); buffers with data keep it
 # recompute_buffers    recomputes non-persistent buffers, which checkpoints do not contain, by the module's own hook
 # find_uninitialized   finds tensors that still hold only the pattern, across all ranks
 # prove_initialized    raises in the first forward

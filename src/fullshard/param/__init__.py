@@ -2,8 +2,8 @@
 
 `sharded` (one parameter and its owner), `gradients` (on their way), `pending` (what stands for those not reduced yet),
 `group` (parameters that travel together), `placement` (meshes and DTensor specs), `swap` (module slots, and the memory
-of full parameters), `initial` (values and digests that ranks compare; memory that nobody has written yet), `extension`
-(tensors with their own all-gather), `held` (where the parts of any tensor are).
+of full parameters), `initial` (digests of values that ranks compare), `unwritten` (memory that nobody has written yet),
+`extension` (tensors with their own all-gather), `held` (where the parts of any tensor are).
 """
 
 from .extension import ExtensionGroup as ExtensionGroup
@@ -22,17 +22,12 @@ from .held import from_text as from_text
 from .held import held_by as held_by
 from .held import place_of as place_of
 from .held import places_of as places_of
-from .initial import are_poisoned as are_poisoned
 from .initial import are_written as are_written
 from .initial import can_digest as can_digest
 from .initial import digest as digest
-from .initial import fingerprints as fingerprints
 from .initial import full_digests as full_digests
-from .initial import is_poisoned as is_poisoned
-from .initial import local_data as local_data
 from .initial import note_initial as note_initial
 from .initial import note_loaded as note_loaded
-from .initial import poison as poison
 from .initial import written_before as written_before
 from .pending import PendingGrad as PendingGrad
 from .pending import SteppedGrad as SteppedGrad
@@ -49,9 +44,14 @@ from .sharded import ShardedParam as ShardedParam
 from .sharded import claim as claim
 from .sharded import full_of as full_of
 from .sharded import holds_bits as holds_bits
+from .sharded import local_data as local_data
 from .swap import Found as Found
 from .swap import OwnedMemory as OwnedMemory
 from .swap import Slot as Slot
 from .swap import managed_modules as managed_modules
 from .swap import managed_parameters as managed_parameters
 from .swap import move_unsharded as move_unsharded
+from .unwritten import are_poisoned as are_poisoned
+from .unwritten import fingerprints as fingerprints
+from .unwritten import is_poisoned as is_poisoned
+from .unwritten import poison as poison

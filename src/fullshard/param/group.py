@@ -40,10 +40,10 @@ from ..layout import (
     secondary_layout,
 )
 from ..policy import Precision
-from .initial import poison
 from .placement import NormMesh, Placing, cut_shape, own_spec, sharded_spec
 from .sharded import GATHER_METHODS, ShardedParam, claim, class_of, full_of
 from .swap import Found, OwnedMemory, SharedMemory, Swap
+from .unwritten import poison
 
 # ---- group -----------------------------------------------------------------------------------------------------------
 

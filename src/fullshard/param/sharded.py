@@ -91,6 +91,11 @@ def holds_bits(parameter: Tensor) -> bool:
     return "quant_storage" in marks and marks.get("quant_state") is not None
 
 
+def local_data(tensor: Tensor) -> Tensor:
+    """The tensor itself, or this rank's part of a DTensor."""
+    return local_of(tensor) if isinstance(tensor, DTensor) else tensor
+
+
 def full_of(param: ShardedParam, view: Tensor, marks: dict[str, Any]) -> nn.Parameter:
     """The full parameter on the memory of `view`, with the attributes `marks`: the dict itself. A tensor extension
     keeps its own."""
