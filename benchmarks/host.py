@@ -468,19 +468,32 @@ def where(shape: ModelShape, way: str) -> Counter[str]:
 
 def _spender(file: str, name: str) -> str:
     """What a function of a profile belongs to."""
-    if file != "~":
-        for package, title in (("/fullshard/", "ours, Python: "), ("/fsdp/_fully_shard/", "FSDP2, Python")):
-            if package in file:
-                rest = file.rpartition(package)[2]
-                return title + rest.partition("/")[0] if title.endswith(" ") else title
-        return "torch, Python" if "/torch/" in file else "other Python"
-    called = name.removeprefix("<").split("'")[1] if "'" in name else name.rpartition(".")[2].rstrip(">}")
-    if "torch" not in name and "Tensor" not in name:
-        return "built-in functions of Python"
-    kinds = (kind for kind, starts in _CALLS.items() if called.startswith(starts))
-    return f"torch, C: {next(kinds, 'other operations')}"
+    if file == "~":
+        called = name.split("'")[1] if "'" in name else name.rpartition(" ")[2].rpartition(".")[2].rstrip(">}")
+        if "torch" not in name and "Tensor" not in name:
+            return "built-in functions of Python"
+        kinds = (kind for kind, starts in _CALLS.items() if called.startswith(starts))
+        return f"torch, C: {next(kinds, 'other operations')}"
+    if "/fsdp/_fully_shard/" in file:
+        return "FSDP2, Python"
+    if "/fullshard/" in file:
+        room, _, module = file.rpartition("/fullshard/")[2].removesuffix(".py").partition("/")
+        return f"ours, Python: {f'{room}/{module}' if room == 'engine' else room}"
+    if "/torch/" in file:
+        what = (kind for part, kind in _PARTS.items() if part in file)
+        return f"torch, Python: {next(what, 'other')}"
+    return "other Python"
 
 
+# Files of torch, by what calls them.
+_PARTS = {
+    "/_dynamo/": "torch.compiler.disable around hooks",
+    "/nn/modules/": "calls of modules and their hooks",
+    "/autograd/": "autograd functions, saved tensors",
+    "/utils/hooks": "handles of hooks",
+    "/_tensor.py": "methods of tensors",
+    "/distributed/": "collectives, DTensor",
+}
 _PROFILED = 100
 
 

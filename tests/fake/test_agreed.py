@@ -18,7 +18,7 @@ from fullshard import fully_shard
 from fullshard.agree import differences, structure
 from fullshard.agree.differences import first_difference
 from fullshard.agree.ledger import TENSOR, Statement, dumps, stated
-from fullshard.agree.structure import Drift, describe, differing, digests_of, find_drift, meshes_of
+from fullshard.agree.structure import Drift, describe, differing, digests_of, find_drift, mesh_text, meshes_of
 from fullshard.engine import unit_of
 from fullshard.engine.root import root_of
 from fullshard.peers import RanksDisagree
@@ -119,6 +119,17 @@ def test_with_the_guard_off_only_that_is_compared() -> None:
             ROOT.clear()
         difference = first_difference({0: off, 1: described(nothing, nothing)})
         assert len(off) == 1 and difference is not None and difference.fact.name == "FULLSHARD_GUARD"
+
+
+def test_a_mesh_of_any_size_is_a_short_text_and_each_order_of_ranks_another() -> None:
+    """Each unit and parameter states its mesh, and a value in torch's store may have 8 MiB."""
+    for world in (16, 17, 2000):
+        ranks = list(range(world))
+        with fake_world(world):
+            orders = (ranks, [*ranks[:8], ranks[9], ranks[8], *ranks[10:]])
+            usual, other = (mesh_text(DeviceMesh("cpu", order)) for order in orders)
+        assert usual != other and f"[0, 1, 2, 3, {'4, 5' if world == 16 else '...'}" in usual
+        assert len(usual) < 100 and f"{world - 1}]" in usual
 
 
 def test_meshes_come_in_one_order_on_all_ranks() -> None:

@@ -41,7 +41,7 @@ from ..policy.casting import shown_cast_inputs
 from ..schedule import UnitRecord
 from .differences import differences, exchanged, refuse_differences
 from .equal_rows import warn_of_equal_rows
-from .ledger import OPTIONS, PARAMETER, TENSOR, UNIT, Statement, stated
+from .ledger import OPTIONS, PARAMETER, TENSOR, UNIT, Statement, digest_of, stated
 from .recovery import Peers
 
 # ---- describe --------------------------------------------------------------------------------------------------------
@@ -180,11 +180,20 @@ def _parameter_facts(
     return facts
 
 
+# Of larger meshes not all ranks are listed.
+_MOST_LISTED = 16
+
+
 def mesh_text(mesh: DeviceMesh) -> str:
-    """`mesh` for an error text."""
+    """`mesh`, its ranks and their order, for an error text."""
     sizes = tuple(mesh.size(axis) for axis in range(mesh.ndim))
     axes = f" {tuple(mesh.mesh_dim_names)}" if mesh.mesh_dim_names and mesh.ndim > 1 else ""
-    return f"{mesh.device_type} {sizes}{axes} of ranks {mesh.mesh.flatten().tolist()}"
+    ranks = mesh.mesh.flatten().tolist()
+    listed = str(ranks)
+    if len(ranks) > _MOST_LISTED:
+        # Each unit and parameter states it, and a value in the store has a limit.
+        listed = f"[{', '.join(map(str, ranks[:4]))}, ..., {ranks[-1]}] ({len(ranks)}, {digest_of(listed):016x})"
+    return f"{mesh.device_type} {sizes}{axes} of ranks {listed}"
 
 
 def _dtype_text(value: object) -> str:
