@@ -6,6 +6,7 @@ import ast
 import re
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -96,6 +97,8 @@ HOOKS_ALLOWED = {
 
 # The rooms in which no two classes have one name: who follows a step passes through all of them.
 NAMED_ONCE = ("layout", "schedule", "policy", "comm", "param", "peers", "engine", "agree")
+# Names that users call, of classes of the engine's rooms.
+ON_THE_SURFACE = frozenset({"replicate_names"})
 MAX_LINES = 600
 MAX_ATTRIBUTES = 15
 # Files over the limit, each with the reason that a reader is asked to accept.
@@ -257,6 +260,32 @@ def test_classes_of_the_engine_s_rooms_have_names_of_their_own() -> None:
                 found.setdefault(node.name.lstrip("_"), []).append(source.name)
     assert len(found) > 50, "nothing is counted"
     _no_findings([f"{name}: {', '.join(files)}" for name, files in found.items() if len(files) > 1])
+
+
+def test_each_function_of_the_engine_s_rooms_is_named_somewhere() -> None:
+    """What nothing calls any more is read by everybody who looks for what does. Decorators may register a function."""
+    # An `__init__` names functions only to hand them on.
+    words = Counter(
+        word
+        for source in SOURCES
+        if not source.name.endswith("__init__.py")
+        for word in re.findall(r"\w+", source.text)
+    )
+    found = []
+    for source in SOURCES:
+        for node in ast.walk(source.tree) if source.room in (*NAMED_ONCE, "_torch") else ():
+            if isinstance(node, ast.FunctionDef) and not node.name.startswith("__"):
+                found.append((words[node.name], source.name, node))
+    assert len(found) > 1000, "nothing is counted"
+    registered = {id(node) for _, _, node in found if any(isinstance(one, ast.Call) for one in node.decorator_list)}
+    for_tests = {"known_in": "what names torch has is tested beside each torch that is installed"}
+    _no_findings(
+        [
+            f"{file}: nothing names {node.name}; remove it"
+            for times, file, node in found
+            if times == 1 and id(node) not in registered and node.name not in {*for_tests, *ON_THE_SURFACE}
+        ]
+    )
 
 
 def test_what_serves_ranks_agree_is_counted_where_it_is() -> None:

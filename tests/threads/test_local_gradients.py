@@ -57,8 +57,8 @@ def _train(impl: Implementation, rank: int, policy: str, **options: Any) -> list
         if after_backward:
             model[0].reshard()
         if last:
-            gradients = [unit_of(child) for child in model] if impl is FULLSHARD else []
-            assert all(not unit.gradients.are_held() for unit in gradients if unit is not None)
+            units = [unit_of(child) for child in model] if impl is FULLSHARD else []
+            assert all(p.gradients.live_held() is None for unit in units if unit is not None for p in unit.params)
             model.reshard()
             for child in model:
                 child.reshard()

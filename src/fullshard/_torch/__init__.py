@@ -67,7 +67,6 @@ from .dtensor import (
     spec_of,
     storage_key,
     strided_shard,
-    take_spec,
     without_torch_functions,
 )
 from .foreach import copied_into_one
@@ -192,7 +191,6 @@ __all__ = [
     "storage_key",
     "strided_shard",
     "swappable",
-    "take_spec",
     "tensor_hooks",
     "timeout_of",
     "top_saved_tensor_hooks",

@@ -61,11 +61,6 @@ def set_local(parameter: Tensor, local: Tensor) -> None:
     cast(Any, parameter)._local_tensor = local
 
 
-def take_spec(parameter: Tensor, other: Tensor) -> None:
-    """Give the DTensor `parameter` the spec of `other`."""
-    cast(Any, parameter)._spec = spec_of(other)
-
-
 def dtensor_like(parameter: Tensor, local: Tensor) -> DTensor:
     """A DTensor with the spec of `parameter` and another local tensor: no checks, no communication, no copy."""
     spec = spec_of(parameter)

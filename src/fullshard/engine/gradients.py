@@ -147,10 +147,6 @@ class UnitGradients:
                     param.gradients.take_fresh()
                     self.arrived |= param.gradients.fresh is not None
 
-    def are_held(self) -> bool:
-        """Whether earlier backwards left unreduced gradients."""
-        return any(param.gradients.live_held() is not None for group in self._groups for param in group.params)
-
 
 def _withdrawing_hook(param: ShardedParam) -> RemovableHandle:
     """Take the held gradient off the full parameter of `param` just before autograd would add to it in place."""

@@ -1,7 +1,7 @@
-"""Hooks around each optimizer step of the process: they may refuse it, count it, and call listeners.
+"""Hooks around each optimizer step of the process: they may refuse it, and count it.
 
     before    checks that may refuse the step, each with its registry: an empty registry costs nothing
-    after     the step is counted for its thread, and listeners are notified
+    after     the step is counted for its thread, and reported (`tell_each_step`)
 
     full parameters    the optimizer holds temporary full parameters instead of shards
     open windows       the step would ignore gradients held by an open accumulation window
@@ -94,37 +94,19 @@ def _before(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any])
 
 
 def _after(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    thread = threading.get_ident()
-    _steps[thread] += 1
+    _steps[threading.get_ident()] += 1
     for function in _told:
         function(optimizer)
-    listeners = _listeners.get(thread)
-    for listener in tuple(listeners or ()):
-        if not listener.optimizer_stepped(optimizer) and listeners is not None:
-            listeners.discard(listener)
 
 
 # ---- counting --------------------------------------------------------------------------------------------------------
 
-
-class Listener(Protocol):
-    """Notified of each step."""
-
-    def optimizer_stepped(self, optimizer: Optimizer) -> bool: ...
-
-
 _steps: Counter[int] = Counter()
-_listeners: dict[int, weakref.WeakSet[Listener]] = {}
 _told: list[Callable[[Optimizer], None]] = []
 
 
 # Optimizer steps of the thread with this identifier since the first model was run.
 optimizer_steps: Callable[[int], int] = _steps.__getitem__
-
-
-def tell_optimizer_steps(thread: int, listener: Listener) -> None:
-    """Notify `listener` (held weakly) of the steps of the thread with this identifier."""
-    _listeners.setdefault(thread, weakref.WeakSet()).add(listener)
 
 
 def tell_each_step(function: Callable[[Optimizer], None]) -> None:
