@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import fullshard
+from fullshard.policy import use_options
 from tests.harness.implementations import FULLSHARD, TORCH, Implementation
 from tests.harness.models import Trained, adamw, assert_same_training, collect, seeded
 from tests.harness.optional_units import (
@@ -201,6 +202,39 @@ def test_any_order_and_number_where_it_is_kept() -> None:
     expected = collect(plain, optimizer)
     for trained in run_ranks(2, lambda rank: _train_towers(rank, models, orders)):
         assert_same_training(trained, expected)
+
+
+class _Last(nn.Module):
+    """A layer, and an optional one after it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.last = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, last: bool) -> Tensor:
+        x = self.layer(x)
+        return self.last(x) if last else x
+
+
+def _evaluates(rank: int, models: list[_Last]) -> list[Tensor]:
+    model = models[rank]
+    fullshard.fully_shard(model.layer, reshard_after_forward=False)
+    fullshard.fully_shard(model.last, optional=True)
+    fullshard.fully_shard(model, reshard_after_forward=False)
+    with torch.no_grad():
+        return [model(torch.ones(2, WIDTH), (rank + step) % 2 == 0) for step in range(3)]
+
+
+def test_an_evaluation_whose_only_message_is_of_what_a_rank_leaves_out() -> None:
+    """From the second one on the layer is there already. The rank that joins says the same of its forward."""
+    models, plain = [seeded(_Last) for _ in range(2)], seeded(_Last)
+    with use_options(prefetch_depth=0):
+        outputs = run_ranks(2, lambda rank: _evaluates(rank, models))
+    for rank, found in enumerate(outputs):
+        for step, out in enumerate(found):
+            with torch.no_grad():
+                assert torch.equal(out, plain(torch.ones(2, WIDTH), (rank + step) % 2 == 0))
 
 
 # ---- steps of another kind -------------------------------------------------------------------------------------------

@@ -199,11 +199,19 @@ class Root:
         opaque = outputs and not saved_tensor_hooks_allowed()
         flags = {"in_backward": in_backward, "nested": nested, "inputs": inputs, "outputs": outputs, "more": more}
         flags["opaque"] = opaque
-        if not nested and self.run.forward_root is unit.record:
-            self.companion.forward_ends()
+        is_outermost = not nested and self.run.forward_root is unit.record
+        self._do("post_forward", unit.record, rules.post_forward(self.run, unit.record, **flags), **flags)
+        if is_outermost:
+            # After the messages of units that only other ranks ran: ranks compare the same ones.
+            try:
+                self.companion.forward_ends()
+            except BaseException as error:
+                # What each rank expects next differs too: the next forward begins with a meeting.
+                rules.forward_refused(self.run, unit.record)
+                self.companion.failed(error, f"the end of the forward of {unit.record.name}")
+                raise
             if uploading and not torch.is_grad_enabled():
                 settle_uploads()
-        self._do("post_forward", unit.record, rules.post_forward(self.run, unit.record, **flags), **flags)
         sending = unit.record.sending
         return sending.open[-1] if sending.open and not sending.begins else None
 
