@@ -119,7 +119,9 @@ class Program:
         options that it passes go before those of the command. Default: `shard_blocks`.
     optimizer: (parameters) -> the optimizer. Default: AdamW with a learning rate of 1e-3.
     `parallelize`: (model, mesh) -> None, splits the model over the one-dimensional mesh of tensor parallelism, with
-        torch's `parallelize_module`; called before `shard`, where a strategy asks for it.
+        torch's `parallelize_module`; called before `shard`, where a strategy asks for it. What it returns, if that is
+        callable, makes a context in which the loss and its backward run, such as torch's `loss_parallel`. None: the
+        styles of the model itself, as `prepare_fully_shard(parallelism=)` takes them.
     """
 
     model: Callable[[], nn.Module]

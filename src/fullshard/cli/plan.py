@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from fullshard.migrate.parallelism import Parallelism
     from fullshard.plan import Planner, Strategy
     from fullshard.program import Program
 
@@ -22,6 +23,7 @@ examples:
   fullshard plan train.toml --ranks 4 --hardware cpu                  a config of the trainer
   fullshard plan Llama-3.2-1B/config.json --ranks 8 --hardware mi300x-192g --batch 16 --micro 4
   fullshard plan my_model:program --ranks 16 --hardware my.toml --html plan.html
+  fullshard plan llama-70b --ranks 64 --tensor-parallel 8    the mesh, who holds what, the messages of each axis
 
 SOURCE: a config of the trainer (.toml), module:function that returns a fullshard.Program, a Hugging Face config.json,
 or a named shape. --explain answers one question: docs/plan.md has the list.
@@ -47,6 +49,12 @@ def add_command(commands: Any) -> None:
     plan.add_argument("--budget", type=float, metavar="GB", help="memory of a device (default: the hardware's)")
     plan.add_argument("--host-budget", type=float, metavar="GB", help="memory of the host for each rank")
     plan.add_argument("--replicas", type=int, metavar="N", help="copies of the state, HSDP (default: 1)")
+    plan.add_argument("--tensor-parallel", type=int, metavar="N", help="ranks that share each layer (default: 1)")
+    plan.add_argument(
+        "--no-sequence-parallel", action="store_true", help="between these layers each rank has all tokens"
+    )
+    plan.add_argument("--loss-parallel", action="store_true", help="logits stay cut along the vocabulary for the loss")
+    plan.add_argument("--context-parallel", type=int, metavar="N", help="ranks that share each sequence (default: 1)")
     plan.add_argument(
         "--reshard", metavar="always|never|N", help="reshard_after_forward of the units (default: always)"
     )
@@ -98,7 +106,18 @@ def _run(arguments: argparse.Namespace) -> int:
     from fullshard.plan.questions import QUESTIONS, explain, ranked
     from fullshard.plan.result import FAILURE_HOURS, assumptions, table
 
-    for name in ("ranks", "replicas", "batch", "micro", "sequence", "budget", "host_budget", "failures"):
+    for name in (
+        "ranks",
+        "replicas",
+        "tensor_parallel",
+        "context_parallel",
+        "batch",
+        "micro",
+        "sequence",
+        "budget",
+        "host_budget",
+        "failures",
+    ):
         if (value := getattr(arguments, name)) is not None and not 0 < value < float("inf"):
             raise ValueError(f"--{name.replace('_', '-')} {value:g}: expected a number above 0")
     if arguments.explain is not None and arguments.explain not in QUESTIONS:
@@ -106,7 +125,11 @@ def _run(arguments: argparse.Namespace) -> int:
     hardware = find_hardware("cpu" if arguments.hardware == "here" else arguments.hardware)
     if arguments.hardware == "here":
         hardware = replace(measured_cpu(hardware), memory=physical_nbytes() / arguments.ranks)
-    programs, strategy = _source(arguments, hardware.backend)
+    programs, strategy, about = _source(arguments, hardware.backend)
+    if not strategy.timed:
+        for name in ("search", "explain", "rough", "svg", "html"):
+            if getattr(arguments, name):
+                raise ValueError(f"--{name}: needs times, which are not planned for these axes; leave it out")
     made: dict[int | None, Program] = {}
     keep = [name.strip() for name in (arguments.keep_float32 or "").split(",") if name.strip()]
 
@@ -114,6 +137,7 @@ def _run(arguments: argparse.Namespace) -> int:
         if sequence not in made:
             made[sequence] = programs(sequence)
         sizes: dict[str, Any] = {"samples": samples, "compute": compute, "alone": alone, "keep_float32": keep}
+        sizes["tensor"] = strategy.tensor
         return describe(made[sequence], arguments.source, recompute=recompute, **sizes)
 
     planner = Planner(
@@ -129,7 +153,8 @@ def _run(arguments: argparse.Namespace) -> int:
         print(json.dumps({"question": arguments.explain, "answer": lines}) if arguments.json else "\n".join(lines))
         return 0
     plan = planner.plan(strategy)
-    changes = planner.search(strategy, meshes=arguments.search) if arguments.search or not plan.fits else []
+    searched = strategy.timed and (arguments.search or not plan.fits)
+    changes = planner.search(strategy, meshes=arguments.search) if searched else []
     for option, path, text in (("--svg", arguments.svg, svg), ("--html", arguments.html, page)):
         if path is not None:
             try:
@@ -138,6 +163,7 @@ def _run(arguments: argparse.Namespace) -> int:
                 raise ValueError(f"{option} {path}: cannot write it: {error.strerror or error}") from None
     if arguments.json:
         found = plan.as_json()
+        found["axes"] = about
         found["changes"] = [
             {
                 "says": change.says,
@@ -151,11 +177,13 @@ def _run(arguments: argparse.Namespace) -> int:
         return 0 if plan.fits else 1
     if arguments.rough:
         print("\n".join(_rough(planner, strategy)) + "\n")
+    if not strategy.timed:
+        print("\n".join(about) + "\n")
     print(table(plan))
     if changes:
         print("\n" + ("what fits, the fastest first" if arguments.search else "the cheapest changes that fit"))
         print("\n".join(ranked(changes)))
-    elif not plan.fits:
+    elif searched:
         print("\nnothing that was tried fits: use more ranks, a smaller model or shorter sequences")
     if arguments.assumptions:
         print("\nassumed\n" + "\n".join(f"  {text}" for text in assumptions(plan)))
@@ -197,8 +225,8 @@ def _enough(planner: Planner, strategy: Strategy) -> str:
     return "the ledger: it fits on no number of devices"
 
 
-def _source(arguments: argparse.Namespace, backend: str) -> tuple[Callable[[int | None], Program], Strategy]:
-    """The programs of SOURCE by length of sequence, and the strategy that was asked for."""
+def _source(arguments: argparse.Namespace, backend: str) -> tuple[Callable[[int | None], Program], Strategy, list[str]]:
+    """The programs of SOURCE by length of sequence, the strategy that was asked for, and what its axes mean."""
     from fullshard.plan import Strategy
     from fullshard.program import ProgramError, find_program
     from fullshard.train import shapes
@@ -206,32 +234,109 @@ def _source(arguments: argparse.Namespace, backend: str) -> tuple[Callable[[int 
     from fullshard.train.planned import programs_of, strategy_of
 
     source = arguments.source
-    strategy = Strategy(ranks=arguments.ranks, backend=backend)
-    if backend != "gloo":
-        strategy = replace(strategy, compute="bfloat16", reduce="float32")
     programs: Callable[[int | None], Program]
     path = Path(source)
     if source.endswith(".toml"):
+        given = [f"--{n}" for n in ("tensor-parallel", "context-parallel") if getattr(arguments, n.replace("-", "_"))]
+        given += [
+            f"--{n}" for n in ("no-sequence-parallel", "loss-parallel") if getattr(arguments, n.replace("-", "_"))
+        ]
+        if given:
+            raise ValueError(f"{given[0]}: {source} has a section [parallelism]; set it there")
         config = load_config(path)
         if arguments.replicas is not None:
             config = config.with_replicas(arguments.replicas)
         config.check_world(arguments.ranks)
         programs, strategy = programs_of(config), strategy_of(config, arguments.ranks, backend)
-    elif source in shapes.NAMED:
+        about = _about(programs(None), config.sharding.parallel, arguments.ranks, config.training.sequence_length)
+        return programs, _with_dials(strategy, arguments), about
+    if source in shapes.NAMED:
         programs = lambda sequence: shapes.named(source, sequence)  # noqa: E731
     elif source.endswith(".json") or (path / "config.json").is_file():
         file = path / "config.json" if path.is_dir() else path
         programs = lambda sequence: shapes.hugging_face(file, sequence)  # noqa: E731
     elif ":" in source:
-        if arguments.sequence is not None:
-            raise ValueError(f"--sequence: the batches of {source} have a length of their own; leave it out")
+        for name in ("sequence", "context_parallel"):
+            if getattr(arguments, name) is not None:
+                raise ValueError(
+                    f"--{name.replace('_', '-')}: the batches of {source} have a length of their own; leave it out"
+                )
         found = find_program(source)
         programs = lambda sequence: found  # noqa: E731
     else:
         raise ProgramError(
             f"{source}: expected a .toml, a config.json, module:function, or one of {', '.join(shapes.NAMED)}"
         )
-    return programs, _with_dials(strategy, arguments)
+    plan = _parallelism(arguments)
+    own = ":" in source and found.parallelize is not None
+    programs, length = _divided(programs, plan, arguments.sequence)
+    about = _about(programs(length or None), plan, arguments.ranks, length, own=own)
+    strategy = Strategy(
+        ranks=arguments.ranks,
+        backend=backend,
+        tensor=plan.tensor_parallel_degree,
+        context=plan.context_parallel_degree,
+        replicas=plan.data_parallel_replicate_degree,
+    )
+    if backend != "gloo":
+        strategy = replace(strategy, compute="bfloat16", reduce="float32")
+    return programs, _with_dials(strategy, arguments), about
+
+
+def _parallelism(arguments: argparse.Namespace) -> Parallelism:
+    """The declaration that the command line makes. Raises `ConfigError`."""
+    from fullshard.migrate.parallelism import Parallelism
+
+    return Parallelism(
+        tensor_parallel_degree=arguments.tensor_parallel or 1,
+        context_parallel_degree=arguments.context_parallel or 1,
+        data_parallel_replicate_degree=arguments.replicas or 1,
+        enable_sequence_parallel=False if arguments.no_sequence_parallel else "auto",
+        enable_loss_parallel=arguments.loss_parallel,
+    )
+
+
+def _divided(
+    programs: Callable[[int | None], Program], plan: Parallelism, sequence: int | None
+) -> tuple[Callable[[int | None], Program], int]:
+    """The programs of one rank along `tp` and `cp`; and the tokens of a whole sequence, 0 if a batch does not say."""
+    from fullshard.migrate.declared import parallelize_by
+    from fullshard.plan.tape import tensors_in
+
+    if plan.tensor_parallel_degree == plan.context_parallel_degree == 1:
+        return programs, sequence or 0
+    first = next(tensors_in([programs(sequence).batch(0)]), None)
+    whole = int(first.shape[1]) if first is not None and first.ndim == 2 else 0
+
+    def made(length: int | None) -> Program:
+        length = length or (whole if plan.context_parallel_degree > 1 else None)
+        program = programs(length and length // plan.context_parallel_degree)
+        return program if program.parallelize else replace(program, parallelize=parallelize_by(plan))
+
+    return made, whole
+
+
+def _about(program: Program, plan: Parallelism, ranks: int, sequence: int, *, own: bool = False) -> list[str]:
+    """Lines about the axes, for the model. `own`: the program divides it itself. Raises `ConfigError` with the nearest
+    legal plan."""
+    import torch
+
+    from fullshard.migrate.declared import declare
+    from fullshard.program import ProgramError
+
+    if plan.tensor_parallel_degree == plan.context_parallel_degree == 1:
+        return []
+    if own:
+        return [*plan.on(ranks).lines(), "layers: as `parallelize` of the program divides them"]
+    try:
+        with torch.device("meta"):
+            model = program.model()
+    except Exception as error:
+        raise ProgramError(f"the model cannot be built on the meta device: {type(error).__name__}: {error}") from error
+    lines = [*declare(model, plan, ranks, sequence=sequence).lines()]
+    if plan.context_parallel_degree > 1:
+        lines.append("attention over cp: its messages, and the parts of other ranks that it holds, are not counted")
+    return lines
 
 
 def _with_dials(strategy: Strategy, arguments: argparse.Namespace) -> Strategy:

@@ -32,14 +32,28 @@ class Kind(IntEnum):
     LOSS = 8  # the backward begins
 
 
+# Of messages of divided layers, which torch dispatches as operations: what their names begin with.
+MESSAGE = "_c10d_functional."
+
+
 class Line(NamedTuple):
-    """One line of the tape; see `Kind`. `use` is the innermost use that it belongs to, or OUTSIDE."""
+    """One line of the tape; see `Kind`. `use` is the innermost use that it belongs to, or OUTSIDE. Of an operation that
+    is a message (`MESSAGE`), `a` are the bytes of the whole tensor."""
 
     kind: Kind
     use: int
     a: int = 0
     b: int = 0
     name: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """Messages of one kind of one rank along an axis: how many, and bytes of the whole tensors, all together."""
+
+    operation: str
+    count: int
+    nbytes: float
 
 
 # From how many rows or columns on a matrix is one of a vocabulary.
@@ -106,6 +120,8 @@ class Tape:
     last_read: dict[int, int] = field(default_factory=dict)
     # The bytes of storages of the batch and of buffers, which stay.
     staying: dict[int, int] = field(default_factory=dict)
+    # Gradients that ranks of `tp` add or put together after backward: (operation, elements of this rank's).
+    brought: tuple[tuple[str, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +141,8 @@ class Model:
     attention: tuple[int, int, int] | None = None
     # The elements of parameters that are only looked up in.
     looked_up: int = 0
+    # The elements of the parameters of all ranks of `tp` together; 0: as many as those of the units.
+    undivided_numel: int = 0
 
     @property
     def numel(self) -> int:

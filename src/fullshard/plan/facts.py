@@ -7,17 +7,21 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
+from .._torch import dtensor_like, fake_group, local_of
 from ..program import BATCH_NORM, OwnDtype, Program, ProgramError, modules_of, to_device
 from .description import Model, Parameter, UnitShape
 from .machine import Hardware
-from .recomputation import NONE, recorded_on_host
+from .recomputation import NONE, is_on_host, recorded_on_host
 from .tape import META, record, tensors_in
 
 
@@ -37,6 +41,7 @@ def describe(
     alone: bool = False,
     recompute: str | Sequence[str] = NONE,
     keep_float32: Sequence[str] = (),
+    tensor: int = 1,
 ) -> Model:
     """The model of `program` as data, with the tape of a step on batch 0.
 
@@ -44,9 +49,28 @@ def describe(
     of full parameters (`param_dtype`), "" for their own. alone: nothing but the model is a unit. recompute: ways
     (`recomputation`), of which those with everything on the host are part of the tape. keep_float32: names of classes
     (`program.modules_of`) whose modules compute in the dtype of their parameters; so do parameters for which a
-    `param_dtype_override_fn` says so that `shard` passes. Raises `ProgramError` for a model that cannot be built on the
-    meta device, for a name of no class in it, and for a step that needs the values of data.
+    `param_dtype_override_fn` says so that `shard` passes. tensor: ranks over which `parallelize` of the program divides
+    the model; what is described is the part of one of them, and no process group may be there. Raises `ProgramError`
+    for a model that cannot be built on the meta device, for a name of no class in it, and for a step that needs the
+    values of data.
     """
+    ways = [recompute] if isinstance(recompute, str) else recompute
+    if tensor > 1 and any(map(is_on_host, ways)):
+        raise ProgramError(f"{name}: activations on the host are not planned for layers that are divided over ranks")
+    with fake_group(tensor) if tensor > 1 else nullcontext():
+        return _describe(program, name, samples, compute, alone, recompute, keep_float32, tensor)
+
+
+def _describe(
+    program: Program,
+    name: str,
+    samples: int | None,
+    compute: str,
+    alone: bool,
+    recompute: str | Sequence[str],
+    keep_float32: Sequence[str],
+    tensor: int,
+) -> Model:
     dtype: torch.dtype | None = getattr(torch, compute) if compute else None
     torch.manual_seed(0)
     try:
@@ -57,6 +81,8 @@ def describe(
     if not isinstance(model, nn.Module):
         raise ProgramError(f"{name}: expected `model` to build an nn.Module, found a {type(model).__name__}")
     model.to(META)
+    undivided = sum(p.numel() for p in model.parameters()) if tensor > 1 else 0
+    loss_context = _divided(program, model, name, tensor) if tensor > 1 else nullcontext
     calls = [_Call((model,), {})] if alone else _calls(program, model, name)
     names = {id(module): dotted for dotted, module in model.named_modules()}
     if not calls:
@@ -84,14 +110,14 @@ def describe(
             batch = _resized(batch, _sizes(batch)[0], samples)
         unit_of_new = {id(new): unit_of.get(old, 0) for old, new in parameters}
         on_host = {number for number in range(len(units)) if recorded_on_host(recompute, number)}
-        tape = record(program, model, batch, place, unit_of_new, dtype, on_host)
+        tape = record(program, model, batch, place, unit_of_new, dtype, on_host, loss_context)
     except ProgramError:
         raise
     except Exception as error:
         raise ProgramError(f"{name}: a step on the meta device raised {_line(error)}") from error
     samples_there, tokens = _sizes(batch)
     looked_up = sum(
-        module.weight.numel()
+        _own(module.weight).numel()
         for module in model.modules()
         if isinstance(module, nn.Embedding) and not _is_tied(model, module.weight)
     )
@@ -105,7 +131,25 @@ def describe(
         compute,
         _attention(model, batch),
         looked_up,
+        undivided,
     )
+
+
+def _divided(program: Program, model: nn.Module, name: str, tensor: int) -> Callable[[], AbstractContextManager[Any]]:
+    """Let the program divide its model over a fake group of `tensor` ranks; where its loss and backward run."""
+    if program.parallelize is None:
+        raise ProgramError(f"{name}: expected a program that says how its model is divided over ranks (`parallelize`)")
+    mesh = init_device_mesh("cpu", (tensor,), mesh_dim_names=("tp",))
+    try:
+        found = program.parallelize(model, mesh)
+    except Exception as error:
+        raise ProgramError(f"{name}: the model cannot be divided over {tensor} ranks: {_line(error)}") from error
+    return found if callable(found) else nullcontext
+
+
+def _own(parameter: Tensor) -> Tensor:
+    """The part of `parameter` that this rank has of it beside sharding."""
+    return local_of(parameter) if isinstance(parameter, DTensor) else parameter
 
 
 # ---- units -----------------------------------------------------------------------------------------------------------
@@ -164,7 +208,7 @@ def _unit(
         parameters.append(
             Parameter(
                 dotted,
-                tuple(p.shape),
+                tuple(_own(p).shape),
                 str(p.dtype).removeprefix("torch."),
                 p.requires_grad,
                 dim % max(p.ndim, 1),
@@ -192,9 +236,9 @@ def _convert(model: nn.Module, dtype: torch.dtype | None, kept: set[str]) -> lis
             if id(parameter) not in made:
                 casts = dtype is not None and parameter.is_floating_point() and id(parameter) not in own
                 kind = dtype if casts else parameter.dtype
-                made[id(parameter)] = nn.Parameter(
-                    torch.empty(parameter.shape, dtype=kind, device=META), parameter.requires_grad
-                )
+                full = torch.empty(_own(parameter).shape, dtype=kind, device=META)
+                full = dtensor_like(parameter, full) if isinstance(parameter, DTensor) else full
+                made[id(parameter)] = nn.Parameter(full, parameter.requires_grad)
             setattr(module, name, made[id(parameter)])
     return list(made.items())
 

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from math import sqrt
 from typing import Any
 
+from ..layout import itemsize
 from .account import KINDS, Simulated
-from .description import OUTSIDE, Model
+from .description import OUTSIDE, Model, Sent
 from .machine import Hardware
 from .recomputation import without_host
 from .simulation import simulate
@@ -85,6 +86,20 @@ class Plan:
         return self.simulated.seconds
 
     @property
+    def divided_messages(self) -> tuple[Sent, ...]:
+        """Messages of a step of one rank along `tp`: of the layers, of gradients that are sums over it, and the two
+        numbers by which `prepare_fully_shard` compares what each forward gets."""
+        times = self.strategy.accumulate
+        found = [Sent(each.operation, each.count * times, each.nbytes * times) for each in self.step.messages]
+        dtypes = [p.dtype for unit in self.model.units for p in unit.parameters]
+        computed = self.strategy.compute or next(iter(dtypes), "float32")
+        wide = max(itemsize(computed), itemsize(self.strategy.reduce or computed))
+        for operation in sorted({name for name, _ in self.model.tape.brought}):
+            sizes = [numel * wide for name, numel in self.model.tape.brought if name == operation]
+            found.append(Sent(f"{operation} of gradients", len(sizes) * times, float(sum(sizes) * times)))
+        return (*found, Sent("all_reduce of inputs' digests", times, 16.0 * times)) if self.strategy.tensor > 1 else ()
+
+    @property
     def tokens(self) -> float:
         """Tokens of a step of one rank."""
         return self.model.tokens / self.model.samples * self.strategy.micro * self.strategy.accumulate
@@ -116,7 +131,8 @@ class Plan:
         found = self.simulated
         return {
             "model": self.model.name,
-            "parameters": self.model.numel,
+            "parameters": self.model.undivided_numel or self.model.numel,
+            "parameters_of_rank": self.model.numel,
             "hardware": self.hardware.name,
             "strategy": _strategy(self.strategy),
             "fits": self.fits,
@@ -132,15 +148,19 @@ class Plan:
             "units": [_unit_row(unit, self.held(i)) for i, unit in enumerate(self.units)],
             "bytes_sent": {axis: int(t.nbytes) for axis, t in found.traffic.items() if t.calls},
             "messages": {axis: t.calls for axis, t in found.traffic.items() if t.calls},
+            "tensor_messages": [
+                {"operation": each.operation, "messages": each.count, "bytes": int(each.nbytes)}
+                for each in self.divided_messages
+            ],
             "padding": [{"parameter": p.parameter, "bytes": p.nbytes, "cure": p.cure} for p in self.padding],
-            "step_seconds": found.seconds,
-            "compute_seconds": found.compute,
-            "exposed_seconds": found.exposed_seconds,
-            "optimizer_seconds": found.optimizer_seconds,
+            "step_seconds": self._timed(found.seconds),
+            "compute_seconds": self._timed(found.compute),
+            "exposed_seconds": self._timed(found.exposed_seconds),
+            "optimizer_seconds": self._timed(found.optimizer_seconds),
             "owners": None if found.owners is None else found.owners._asdict(),
-            "host_bound_seconds": found.host_bound,
-            "tokens_per_second": self.tokens_per_second,
-            "mfu": self.mfu,
+            "host_bound_seconds": self._timed(found.host_bound),
+            "tokens_per_second": self._timed(self.tokens_per_second),
+            "mfu": self._timed(self.mfu),
             "checkpoint": {
                 "save_seconds": self.checkpoints.save,
                 "load_seconds": self.checkpoints.load,
@@ -150,6 +170,9 @@ class Plan:
             },
             "assumptions": list(assumptions(self)),
         }
+
+    def _timed(self, value: float) -> float | None:
+        return value if self.strategy.timed else None
 
     def held(self, unit: int) -> float:
         """Activations that the unit's forward leaves for its backward."""
@@ -181,7 +204,7 @@ def plan_of(
     units = units_of(model, strategy)
     simulated = simulate(units, step, strategy, hardware, model.buffer_nbytes)
     by_kind = list(zip(KINDS, simulated.peak.nbytes, strict=True))
-    axes = [strategy.shard, strategy.replicas, max(unit.part for unit in units)]
+    axes = [strategy.shard, strategy.replicas, max(unit.part for unit in units), strategy.tensor]
     communicators = sum(ranks > 1 for ranks in axes) + 1 if hardware.backend == "nccl" and strategy.ranks > 1 else 0
     counted = simulated.peak.total
     terms = [
@@ -252,6 +275,8 @@ def _strategy(strategy: Strategy) -> dict[str, Any]:
         "ranks": strategy.ranks,
         "replicas": strategy.replicas,
         "shard": strategy.shard,
+        "tensor": strategy.tensor,
+        "context": strategy.context,
         "reshard_after_forward": strategy.reshard,
         "param_dtype": strategy.compute or None,
         "reduce_dtype": strategy.reduce or None,
@@ -317,8 +342,11 @@ def table(plan: Plan) -> str:
     """Returns the plan as text."""
     model, found, strategy = plan.model, plan.simulated, plan.strategy
     reduced = f"reduced in {strategy.reduce or 'their own dtype'}"
+    numel = f"{model.undivided_numel or model.numel:,} parameters"
+    if model.undivided_numel:
+        numel += f" ({model.numel:,} of each part)"
     lines = [
-        f"{model.name}: {model.numel:,} parameters in {len(plan.units)} units, {strategy.ranks} x {plan.hardware.name}",
+        f"{model.name}: {numel} in {len(plan.units)} units, {strategy.ranks} x {plan.hardware.name}",
         f"{strategy}; {_computed(plan)}, {reduced}; {strategy.optimizer}; {plan.tokens:,.0f} tokens per rank and step",
         "",
     ]
@@ -337,10 +365,14 @@ def table(plan: Plan) -> str:
     lines += ["", *_phase_lines(plan), "", *_unit_lines(plan), ""]
     for axis, traffic in found.traffic.items():
         if traffic.calls:
+            wire = f", {duration(traffic.seconds)} on the wire" if strategy.timed else ""
             lines.append(
-                f"messages, axis {axis}: {traffic.calls} calls, {gigabytes(traffic.nbytes)} of each rank, "
-                f"{duration(traffic.seconds)} on the wire"
+                f"messages, axis {axis}: {traffic.calls} calls, {gigabytes(traffic.nbytes)} of each rank{wire}"
             )
+    lines += [
+        f"messages, axis tp: {each.count} x {each.operation}, {gigabytes(each.nbytes)} of whole tensors"
+        for each in plan.divided_messages
+    ]
     if found.owners is not None:
         lines.append(
             f"owners of matrices: {found.owners.flops / 1e12:.3g} TFLOP of Newton-Schulz iterations on one rank, "
@@ -352,6 +384,8 @@ def table(plan: Plan) -> str:
             f"padding: {padding.parameter} sends {gigabytes(padding.nbytes)} of padding ({padding.share:.0%}); "
             f"{padding.cure}"
         )
+    if not strategy.timed:
+        return "\n".join([*lines, "times are not planned for these axes"])
     lines += [
         f"step {duration(found.seconds)}: compute {duration(found.compute)}, waiting for messages "
         f"{duration(found.exposed_seconds)}, for the host {duration(found.host_bound)}, "

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from .description import OUTSIDE, Kind, Line, Model, Tape
+from .description import MESSAGE, OUTSIDE, Kind, Line, Model, Sent, Tape
 from .recomputation import AGAIN, ALL_ON_HOST, FROM_HOST, NONE, RECOMPUTATIONS, TO_HOST, is_matmul, is_way, recomputed
 
 
@@ -60,13 +60,14 @@ class Span:
 @dataclass(frozen=True, slots=True)
 class Step:
     """The spans of a forward and backward. `held`: by unit, bytes of activations at the end of the forward; `hosted`:
-    bytes of activations on the host at most."""
+    bytes of activations on the host at most; `messages`: of divided layers."""
 
     spans: tuple[Span, ...]
     held: tuple[tuple[int, float], ...]
     batch_nbytes: float
     samples: float
     hosted: float = 0.0
+    messages: tuple[Sent, ...] = ()
 
     @property
     def work(self) -> Work:
@@ -117,7 +118,11 @@ def scaled(one: Step, two: Step, samples: int) -> Step:
     ]
     other = dict(two.held)
     held = tuple((unit, at(nbytes, other.get(unit, nbytes))) for unit, nbytes in one.held)
-    return Step(tuple(spans), held, at(one.batch_nbytes, two.batch_nbytes), samples, at(one.hosted, two.hosted))
+    messages = tuple(
+        Sent(a.operation, a.count, at(a.nbytes, b.nbytes)) for a, b in zip(one.messages, two.messages, strict=True)
+    )
+    batch = at(one.batch_nbytes, two.batch_nbytes)
+    return Step(tuple(spans), held, batch, samples, at(one.hosted, two.hosted), messages)
 
 
 # ---- spans -----------------------------------------------------------------------------------------------------------
@@ -173,6 +178,8 @@ def _spans(tape: Tape, lines: Iterable[Line], samples: int) -> Step:
     units: dict[int, int] = {}
     sizes: dict[int, tuple[int, int]] = {}  # storage -> bytes, use
     held: Counter[int] = Counter()
+    counts: Counter[str] = Counter()
+    sent: Counter[str] = Counter()
     matmul, matmul_nbytes, nbytes, kernels, attention, copied, copies = 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0
 
     def flush() -> None:
@@ -197,6 +204,10 @@ def _spans(tape: Tape, lines: Iterable[Line], samples: int) -> Step:
                 running.most_hosted = max(running.most_hosted, running.hosted)
             else:
                 nbytes += line.b
+            if MESSAGE in line.name:
+                operation = line.name.rpartition(MESSAGE)[2]
+                counts[operation] += 1
+                sent[operation] += line.a
             if line.name.startswith(AGAIN):
                 running.recomputes = True
         elif kind is Kind.ALLOCATE:
@@ -228,4 +239,5 @@ def _spans(tape: Tape, lines: Iterable[Line], samples: int) -> Step:
     flush()
     running.close(None)
     by_unit = tuple(sorted((unit, float(size)) for unit, size in held.items()))
-    return Step(tuple(running.spans), by_unit, float(tape.batch_nbytes), float(samples), running.most_hosted)
+    messages = tuple(Sent(name, counts[name], float(sent[name])) for name in sorted(counts))
+    return Step(tuple(running.spans), by_unit, float(tape.batch_nbytes), float(samples), running.most_hosted, messages)

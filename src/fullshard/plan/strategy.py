@@ -62,10 +62,11 @@ class Strategy:
     `reshard_after_forward`; `root_reshard`: of the root, None as without an argument. `compute`, `reduce`: dtypes, ""
     for that of the parameters. `micro`: samples of one forward of a rank; `accumulate`: forwards and backwards of a
     step, of which the last sends gradients (`send_each`: each does). `recompute`: a way (`recomputation`), or one for
-    each unit; with `+host` what it keeps is on the host.
+    each unit; with `+host` what it keeps is on the host. `tensor`: ranks that share each layer; `context`: ranks that
+    share each sequence, of those that share the parameters.
 
-    >>> Strategy(ranks=16, replicas=2).shard
-    8
+    >>> Strategy(ranks=16, replicas=2).shard, Strategy(ranks=16, replicas=2, tensor=4).shard
+    (8, 2)
     """
 
     ranks: int = 1
@@ -82,13 +83,26 @@ class Strategy:
     optimizer: str = "adamw"
     prefetch_depth: int = 1
     backend: str = "nccl"
+    tensor: int = 1
+    context: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("ranks", "replicas", "micro", "accumulate"):
+        for name in ("ranks", "replicas", "micro", "accumulate", "tensor", "context"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}: expected at least 1, found {getattr(self, name)}")
-        if self.ranks % self.replicas:
-            raise ValueError(f"replicas: expected a number that divides the {self.ranks} ranks, found {self.replicas}")
+        if self.ranks % self.tensor:
+            raise ValueError(f"tensor: expected a number that divides the {self.ranks} ranks, found {self.tensor}")
+        if self.ranks // self.tensor % self.replicas:
+            alike = "" if self.tensor == 1 else f" that have the same part of each layer, of {self.ranks}"
+            ranks = self.ranks // self.tensor
+            raise ValueError(
+                f"replicas: expected a number that divides the {ranks} ranks{alike}, found {self.replicas}"
+            )
+        if self.shard % self.context:
+            raise ValueError(
+                f"context: expected a number that divides the {self.shard} ranks that share the parameters, found "
+                f"{self.context}"
+            )
         if self.optimizer not in OPTIMIZERS:
             raise ValueError(f"optimizer: expected one of {', '.join(OPTIMIZERS)}, found {self.optimizer!r}")
         if not isinstance(self.reshard, bool) and (self.reshard < 2 or self.shard % self.reshard):
@@ -103,7 +117,12 @@ class Strategy:
     @property
     def shard(self) -> int:
         """How many ranks share the parameters."""
-        return self.ranks // self.replicas
+        return self.ranks // self.tensor // self.replicas
+
+    @property
+    def timed(self) -> bool:
+        """Whether times are planned: for data parallelism alone."""
+        return self.tensor == self.context == 1
 
     def with_activations(self, *, hosted: bool) -> Strategy:
         """The same with what its units keep for backward on the host, or on the device. The root's stays there.
@@ -130,6 +149,7 @@ class Strategy:
         words = [name + kept if self.shard > 1 else "DDP" if self.replicas > 1 else "one rank"]
         if self.replicas > 1 and self.shard > 1:
             words.append(f"HSDP {self.replicas} x {self.shard}")
+        words += [f"TP {self.tensor}"] * (self.tensor > 1) + [f"CP {self.context}"] * (self.context > 1)
         words.append(f"micro-batch {self.micro}" + (f" x {self.accumulate}" if self.accumulate > 1 else ""))
         if isinstance(self.recompute, str):
             kept = without_host(self.recompute)

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable, Container, Hashable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Container, Hashable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import flop_registry
 
@@ -32,10 +33,13 @@ from .._torch import (
     without_torch_functions,
 )
 from ..program import Program
-from .description import OUTSIDE, Kind, Line, Tape
+from .description import MESSAGE, OUTSIDE, Kind, Line, Tape
 from .recomputation import FROM_HOST, TO_HOST
 
 META = torch.device("meta")
+_OWN_MEMORY = (Tensor, nn.Parameter)
+# Puts the result of a message under way into a tensor that waits for it.
+_WRAP = f"{MESSAGE}_wrap_tensor_autograd"
 
 
 def record(
@@ -46,12 +50,34 @@ def record(
     unit_of: dict[int, int],
     compute: torch.dtype | None,
     on_host: Container[int] = (),
+    loss_context: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> Tape:
     """`place`, `unit_of`: the unit of a module, and of a parameter, by id. `on_host`: units whose forwards keep on the
-    host what autograd saves."""
+    host what autograd saves. `loss_context`: where loss and backward run. Parameters may be DTensors of a model that is
+    divided over a fake group: then the tape is that of one of its ranks, and messages are operations."""
+    divided = any(isinstance(p, DTensor) for p in model.parameters())
+    if divided:
+        # torch finds the layouts of each operation when it first meets it, by running it on other tensors.
+        _record(program, model, batch, place, unit_of, compute, on_host, loss_context)
+        model.zero_grad(set_to_none=True)
+    return _record(program, model, batch, place, unit_of, compute, on_host, loss_context, divided=divided)
+
+
+def _record(
+    program: Program,
+    model: nn.Module,
+    batch: Any,
+    place: dict[int, int],
+    unit_of: dict[int, int],
+    compute: torch.dtype | None,
+    on_host: Container[int],
+    loss_context: Callable[[], AbstractContextManager[Any]],
+    *,
+    divided: bool = True,
+) -> Tape:
     others = [*model.buffers(), *tensors_in([batch])]
-    recorder = _Recorder([*model.parameters()], others)
-    with _wrapped(model, place, recorder, compute, on_host), recorder, _FlashAttention():
+    recorder = (_DividedRecorder if divided else _Recorder)([*_plain(model.parameters())], others)
+    with loss_context(), _wrapped(model, place, recorder, compute, on_host), recorder, _FlashAttention():
         loss = program.loss(model, batch)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
@@ -61,9 +87,10 @@ def record(
         loss.backward()
         recorder.backward = False
     gradients = {
-        recorder.number(p.grad): unit_of.get(id(p), 0)
+        recorder.number(gradient): unit_of.get(id(p), 0)
         for p in model.parameters()
-        if p.grad is not None and recorder.number(p.grad) >= 0
+        for gradient in _plain([p.grad] if p.grad is not None else [])
+        if recorder.number(gradient) >= 0
     }
     lines = recorder.close()
     nbytes = sum(t.nbytes for t in tensors_in([batch]))
@@ -75,7 +102,33 @@ def record(
         nbytes,
         recorder.last_read,
         {recorder.number(tensor): tensor.untyped_storage().nbytes() for tensor in others},
+        tuple(found for p in model.parameters() if (found := _brought(p)) is not None),
     )
+
+
+def _plain(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
+    """The tensors with memory: of a DTensor its local one, of a message under way its result."""
+    for tensor in tensors:
+        if hasattr(type(tensor), "__tensor_flatten__"):
+            names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
+            inner = (getattr(tensor, name) for name in names)
+            yield from _plain(part for part in inner if isinstance(part, Tensor))
+        else:
+            yield tensor
+
+
+def _brought(parameter: Tensor) -> tuple[str, int] | None:
+    """The message that gives the gradient of a divided parameter the parameter's own layout, if one has to."""
+    gradient = parameter.grad
+    if not isinstance(parameter, DTensor) or not isinstance(gradient, DTensor):
+        return None
+    (own,), (found,) = parameter.placements, gradient.placements
+    if found == own or found.is_replicate():
+        return None
+    elements = next(_plain([gradient])).numel()
+    if found.is_partial():
+        return ("all_reduce" if own.is_replicate() else "reduce_scatter_tensor"), elements
+    return ("all_gather_into_tensor" if own.is_replicate() else "all_to_all_single"), elements
 
 
 class _FlashAttention(TorchFunctionMode):
@@ -175,7 +228,7 @@ class _Recorder(TorchDispatchMode):
     def enter(self, unit: int, inputs: list[Tensor]) -> int:
         use = len(self.ranges)
         self.ranges.append([next_node_number(), 1 << 62])
-        self.inputs.append({n for t in inputs if (n := self.number(t)) != -1})
+        self.inputs.append({n for t in _plain(inputs) if (n := self.number(t)) != -1})
         self.outputs.append(set())
         self._open.append(use)
         self.write(Line(Kind.ENTER, use, unit))
@@ -183,7 +236,7 @@ class _Recorder(TorchDispatchMode):
 
     def leave(self, use: int, outputs: list[Tensor]) -> None:
         self.ranges[use][1] = next_node_number()
-        self.outputs[use] = {n for t in outputs if (n := self.number(t)) >= 0}
+        self.outputs[use] = {n for t in _plain(outputs) if (n := self.number(t)) >= 0}
         self.write(Line(Kind.EXIT, use))
         self._open.remove(use)
 
@@ -205,12 +258,17 @@ class _Recorder(TorchDispatchMode):
         if not made and not writes:
             return result  # a view
         use = self._use
-        flop = _flop(func, args, kwargs or {}, result)
+        name = operation_name(func)
+        flop = (
+            _message_nbytes(name, args[0], made)
+            if name.startswith(MESSAGE)
+            else _flop(func, args, kwargs or {}, result)
+        )
         moved = sum(map(_nbytes, tensors_in([*args, *(kwargs or {}).values()]))) + sum(map(_nbytes, made))
         # What comes is there before the operation's inputs can go.
         for tensor in made:
             self._born(tensor.untyped_storage(), use)
-        self.write(Line(Kind.OP, use, flop, moved, operation_name(func)))
+        self.write(Line(Kind.OP, use, flop, moved, name))
         self._ran += 1
         return result
 
@@ -253,6 +311,19 @@ class _Recorder(TorchDispatchMode):
             del self._numbers[address]
         if not self._is_closed:
             self.write(Line(Kind.FREE, self._use, number))
+
+
+class _DividedRecorder(_Recorder):
+    """Records a model of DTensors: operations on them are made of ones on local tensors, and of messages."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not all(kind in _OWN_MEMORY for kind in types):
+            if any(hasattr(kind, "__tensor_flatten__") for kind in types):
+                return NotImplemented  # it comes again, in parts
+            return func(*args, **(kwargs or {}))  # to find shapes
+        if operation_name(func) == _WRAP:
+            return args[0].detach()  # the same memory, which torch's kernel for shapes does not know
+        return super().__torch_dispatch__(func, types, args, kwargs)
 
 
 class _Results:
@@ -454,6 +525,11 @@ def _flop(func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> int:
     products = 5 if backward else 2
     whole = 2 * products * batch * heads * length * key.shape[2] * width
     return int(whole // 2 if causal else whole)
+
+
+def _message_nbytes(name: str, given: Any, made: list[Tensor]) -> int:
+    """Bytes of the whole tensor of a message: what a gather makes, and what others are given."""
+    return sum(map(_nbytes, made if "all_gather" in name else tensors_in([given])))
 
 
 def tensors_in(values: Any) -> Iterator[Tensor]:

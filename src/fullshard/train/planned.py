@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from fullshard.migrate.declared import parallelize_by
 from fullshard.plan import Plan, Planner, Strategy, find_hardware
 from fullshard.plan.description import Model
 from fullshard.plan.facts import describe, measured_cpu, physical_nbytes
@@ -32,30 +33,41 @@ def programs_of(config: Config) -> Callable[[int | None], Program]:
     its tokens."""
     vocabulary = config.data.bpe_vocab if config.data.tokenizer == "bpe" else ByteTokenizer().vocab
     shape = llama_shape(config, vocabulary)
-    return lambda sequence: language_model(shape, sequence or config.training.sequence_length)
+    parts = config.sharding.parallelism.context_parallel_degree
+
+    def made(sequence: int | None) -> Program:
+        length = (sequence or config.training.sequence_length) // parts
+        return replace(language_model(shape, length), parallelize=parallelize_by(config.sharding.parallel))
+
+    return made
 
 
 def strategy_of(config: Config, world: int, backend: str) -> Strategy:
-    """How the trainer shards and trains on `world` processes; after `Config.check_world`. Raises `ConfigError` for axes
-    that a plan does not count."""
-    config.refuse_axes("fullshard plan")
-    keys, micro, sharding = config.training, config.micro_batch(world), config.sharding.sharding
+    """How the trainer shards and trains on `world` processes; after `Config.check_world`."""
+    keys, micro, sharding, axes = (
+        config.training,
+        config.micro_batch(world),
+        config.sharding.sharding,
+        config.axes(world),
+    )
     param, reduce, _ = config.sharding.precision.dtypes
     kept = sharding.reshard_after_forward
     return Strategy(
         ranks=world,
-        replicas=config.sharding.degrees(world)[0],
+        replicas=axes.dp_replicate,
         reshard=True if isinstance(kept, str) else kept,
         root_reshard=kept if isinstance(kept, bool) else None,
         compute=param or "",
         reduce=reduce or "",
         micro=micro,
-        accumulate=keys.global_batch // world // micro,
+        accumulate=keys.global_batch // axes.shares // micro,
         send_each=keys.accumulate == "reduce",
         recompute=_recomputed(config),
         offload=sharding.cpu_offload,
         optimizer="adamw-foreach",
         backend=backend,
+        tensor=axes.tp,
+        context=axes.cp,
     )
 
 
@@ -97,11 +109,13 @@ def plan_here(config: Config, world: int) -> Plan:
         hardware = replace(hardware, name=name, memory=memory, host_memory=host_memory)
     programs = programs_of(config)
 
+    strategy = strategy_of(config, world, hardware.backend)
+
     def described(samples: int, sequence: int | None, compute: str, alone: bool, recompute: Ways) -> Model:
-        sizes: dict[str, Any] = {"samples": samples, "compute": compute, "alone": alone}
+        sizes: dict[str, Any] = {"samples": samples, "compute": compute, "alone": alone, "tensor": strategy.tensor}
         return describe(programs(sequence), "the trainer's model", recompute=recompute, **sizes)
 
-    return Planner(described, hardware).plan(strategy_of(config, world, hardware.backend))
+    return Planner(described, hardware).plan(strategy)
 
 
 def compared(plan: Plan, run_dir: Path) -> str:
@@ -111,7 +125,8 @@ def compared(plan: Plan, run_dir: Path) -> str:
     if not records:
         return "plan: the run measured no step"
     seconds = median(record["seconds"] for record in records)
-    line = f"plan: a step was predicted to take {duration(plan.seconds)} and took {duration(seconds)} (median)"
+    predicted = f"was predicted to take {duration(plan.seconds)} and" if plan.strategy.timed else "of these axes"
+    line = f"plan: a step {predicted} took {duration(seconds)} (median)"
     if not plan.hardware.blocking:
         held = max(record["memory_bytes"] for record in records)
         there = sum(nbytes for name, nbytes in plan.terms if name in ("parameters", "optimizer", "buffers"))

@@ -1,0 +1,93 @@
+"""A declaration of axes beside a model, without ranks: what it makes of the model, and each rule that it breaks.
+
+`fullshard plan`, `doctor` and `verify` look at a declaration with these before, or without, `prepare_fully_shard`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.parallel import loss_parallel
+
+from ..keys import ConfigError
+from .axes import Axes
+from .parallelism import DEGREES, ModelShape, Parallelism
+from .tensor_parallel import Division, Replaced, apply_styles, divide, shape_for, shape_of
+from .tree import Tree
+
+# The axes that a command can look at; the others are refused by name, as in `prepare_fully_shard`.
+LOOKED_AT = ("data_parallel_replicate_degree", "data_parallel_shard_degree", "tensor_parallel_degree")
+
+
+@dataclass(frozen=True)
+class Declared:
+    """A declaration on a number of ranks, for one model. shape: the numbers of the model that degrees have to divide,
+    and the length of its sequences, as far as they are known."""
+
+    plan: Parallelism
+    axes: Axes
+    division: Division
+    shape: ModelShape
+
+    def lines(self) -> Iterator[str]:
+        """Mesh, who shares what, who gets which data, how layers are divided, and which degrees are legal."""
+        yield from self.axes.lines()
+        if self.division.styles:
+            yield "layers:"
+            yield from (f"  {line}" for line in self.division.lines())
+        yield "legal, with what is left to dp_shard:"
+        yield from (f"  {line}" for line in self.legal())
+
+    def legal(self) -> Iterator[str]:
+        """Lines, for each degree the numbers that it may have beside the other ones."""
+        world = self.axes.world
+        for name in ("data_parallel_replicate_degree", "context_parallel_degree", "tensor_parallel_degree"):
+            found = []
+            for degree in (k for k in range(1, world + 1) if world % k == 0):
+                changed: dict[str, Any] = {name: degree, "data_parallel_shard_degree": -1}
+                if name == "tensor_parallel_degree" and degree == 1:
+                    changed |= {"enable_sequence_parallel": "auto", "enable_loss_parallel": False, "styles": ()}
+                try:
+                    replace(self.plan, **changed).on(world, self.shape)
+                except ConfigError:
+                    continue
+                found.append(degree)
+            yield f"{name}: {', '.join(map(str, found))}"
+
+
+def declare(model: nn.Module, plan: Parallelism, world: int, *, sequence: int = 0) -> Declared:
+    """`plan` for `model`, which stays as it is, on `world` ranks. sequence: tokens of a sequence, 0 if not known.
+    Raises `ConfigError` with the nearest legal plan."""
+    tree = Tree(model)
+    division = divide(tree, plan)
+    shape = replace(shape_for(tree, division, shape_of(model)), sequence=sequence)
+    if division.sequence:
+        plan = replace(plan, enable_sequence_parallel=True)
+    return Declared(plan, plan.on(world, shape), division, shape)
+
+
+def refuse_others(plan: Parallelism, command: str, looked_at: tuple[str, ...] = LOOKED_AT) -> None:
+    """Raise `ConfigError` for an axis that `command` does not know."""
+    for name in DEGREES:
+        if name not in looked_at and getattr(plan, name) != 1:
+            raise ConfigError(
+                f"parallelism.{name} = {getattr(plan, name)}: {command} does not know this axis yet; nearest valid: 1"
+            )
+
+
+def parallelize_by(plan: Parallelism) -> Callable[[nn.Module, DeviceMesh], Callable[[], AbstractContextManager[Any]]]:
+    """The `parallelize` of a `Program`, by a declaration: the model is divided by its own styles and those of
+    `plan`. The result of that makes the context in which loss and backward run."""
+
+    def parallelize(model: nn.Module, mesh: DeviceMesh) -> Callable[[], AbstractContextManager[Any]]:
+        tree = Tree(model)
+        division = divide(tree, replace(plan, tensor_parallel_degree=mesh.size()))
+        apply_styles(tree, division, division.styles, mesh, Replaced())
+        return loss_parallel if division.head else nullcontext
+
+    return parallelize

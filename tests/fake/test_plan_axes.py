@@ -1,0 +1,117 @@
+"""`fullshard plan` with tensor, sequence and context parallelism: what it prints, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from fullshard import Program
+from fullshard.cli import main
+from fullshard.train.model import LlamaShape
+from fullshard.train.shapes import language_model
+
+EXAMPLE = str(Path(__file__).parents[2] / "examples" / "train_3d.toml")
+
+
+def small() -> Program:
+    return language_model(LlamaShape(120, 2, 32, 4, 2, 64, 16, tie_embeddings=False), 16)
+
+
+def with_own_division() -> Program:
+    """A program that says itself how it is divided: one layer over the ranks, along its outputs."""
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+    def parallelize(model: object, mesh: object) -> None:
+        from torch.distributed.tensor import Replicate
+
+        parallelize_module(model.output, mesh, ColwiseParallel(output_layouts=Replicate()))  # type: ignore[attr-defined, arg-type]
+
+    return replace(small(), parallelize=parallelize)
+
+
+def planned(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    code = main(["plan", *arguments, "--hardware", "cpu"])
+    said = capsys.readouterr()
+    return code, said.out, said.err
+
+
+def test_the_declaration_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = planned(capsys, EXAMPLE, "--ranks", "8")
+    assert code == 0
+    for line in (
+        "mesh: dp_replicate 2 x dp_shard 2 x tp 2 = 8 ranks",
+        "data: 4 shares, each for 2 ranks",
+        "  column: layers.*.attention.wq, layers.*.attention.wk",
+        "  tensor_parallel_degree: 1, 2",
+        "messages, axis tp: 8 x reduce_scatter_tensor",
+        "times are not planned for these axes",
+    ):
+        assert line in out
+    assert "tokens per second" not in out and "on the wire" not in out
+
+
+def test_json_of_one_rank(capsys: pytest.CaptureFixture[str]) -> None:
+    entry = f"{__name__}:small"
+    whole = json.loads(planned(capsys, entry, "--ranks", "4", "--json")[1])
+    code, out, _ = planned(capsys, entry, "--ranks", "8", "--tensor-parallel", "2", "--json")
+    found = json.loads(out)
+    assert code == 0 and found["step_seconds"] is found["mfu"] is None and whole["step_seconds"] > 0
+    assert found["parameters"] == whole["parameters"] == whole["parameters_of_rank"]
+    # Norms stay whole; all else is cut in two, over as many shards.
+    norms = 5 * 32
+    assert 2 * (found["parameters_of_rank"] - norms) == whole["parameters"] - norms
+    assert 0.5 * whole["terms"]["parameters"] < found["terms"]["parameters"] < 0.6 * whole["terms"]["parameters"]
+    assert found["terms"]["activations"] < 0.75 * whole["terms"]["activations"]
+    assert whole["axes"] == whole["tensor_messages"] == []
+    assert {each["operation"] for each in found["tensor_messages"]} > {"all_gather_into_tensor"}
+    documented = Path(__file__).parents[2].joinpath("docs/plan.md").read_text()
+    assert all(f"`{key}`" in documented for key in found)
+
+
+@pytest.mark.slow
+def test_context_parallelism_divides_tokens(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ("llama-2-7b", "--sequence", "64", "--ranks", "8", "--param-dtype", "bf16", "--json")
+    whole = json.loads(planned(capsys, *arguments)[1])
+    found = json.loads(planned(capsys, *arguments, "--context-parallel", "2")[1])
+    assert found["terms"]["parameters"] == whole["terms"]["parameters"]  # folded: over all eight
+    assert found["phases"]["loss"]["loss"] * 2 == pytest.approx(whole["phases"]["loss"]["loss"], rel=0.01)
+    assert "attention over cp" in found["axes"][-1]
+
+
+def test_a_program_s_own_division(capsys: pytest.CaptureFixture[str]) -> None:
+    out = planned(capsys, f"{__name__}:with_own_division", "--ranks", "4", "--tensor-parallel", "2", "--json")[1]
+    found = json.loads(out)
+    assert found["parameters"] - found["parameters_of_rank"] == 120 * 32 // 2
+    operations = {each["operation"]: each["messages"] for each in found["tensor_messages"]}
+    assert found["axes"][-1] == "layers: as `parallelize` of the program divides them"
+    assert operations == {"all_gather_into_tensor": 1, "all_reduce": 1, "all_reduce of inputs' digests": 1}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--tensor-parallel", "3", "--ranks", "9"), "must divide the query heads, 4; nearest legal plan"),
+        (("--tensor-parallel", "4", "--ranks", "8"), "must divide the key and value heads, 2; nearest legal plan"),
+        (("--tensor-parallel", "2", "--ranks", "7"), "of 7 ranks; nearest legal plan"),
+        (
+            (
+                "--context-parallel",
+                "2",
+            ),
+            "have a length of their own",
+        ),
+        (("--tensor-parallel", "2", "--search"), "--search: needs times, which are not planned for these axes"),
+        (("--loss-parallel",), "has no effect with tensor_parallel_degree = 1"),
+    ],
+    ids=lambda value: "" if isinstance(value, str) else " ".join(value),
+)
+def test_what_is_refused(capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], said: str) -> None:
+    code, _, error = planned(capsys, f"{__name__}:small", *arguments)
+    assert code == 2 and said in error and error.count("\n") == 1
+
+
+def test_the_config_s_own_section(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "[parallelism]" in planned(capsys, EXAMPLE, "--ranks", "8", "--tensor-parallel", "2")[2]
