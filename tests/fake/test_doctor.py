@@ -265,10 +265,11 @@ def test_seconds_of_messages_are_bytes_over_bandwidth(sound: Facts) -> None:
 
 
 def test_every_check_is_planted_documented_and_says_why() -> None:
+    from tests.fake.test_doctor_axes import PLANTED as OF_AXES
     from tests.fake.test_doctor_steps import PLANTED
 
     names = [check.name for check in CHECKS]
-    assert sorted(names) == sorted([*MODELS, *FACTS, *PLANTED])
+    assert sorted(names) == sorted([*MODELS, *FACTS, *PLANTED, *OF_AXES])
     assert all(len(cases) >= 3 for cases in PLANTED.values())
     text = (ROOT / "docs" / "doctor.md").read_text()
     assert re.findall(r"^\| `([\w-]+)` \| (\w+) \|", text, flags=re.M) == [(c.name, c.severity) for c in CHECKS]

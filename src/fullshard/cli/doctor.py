@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from fullshard.cli.axes import add_axes, parallelism_of, refuse_beside_config
 from fullshard.cli.verify import BUILTIN
 
 _EXAMPLES = """\
@@ -15,6 +16,7 @@ examples:
   fullshard doctor train.toml --nproc 8                     the model and the folder of a config of the trainer
   fullshard doctor verify_me:program --nproc 64             your model: a function that returns a fullshard.Program
   fullshard doctor verify_me:program --nproc 64 --replicas 8 --checkpoints /shared/run --json
+  fullshard doctor verify_me:program --nproc 64 --tensor-parallel 8    whether layers can be divided so
 
 exit codes: 0 nothing, or advice; 1 warnings; 2 errors, or could not look
 """
@@ -42,6 +44,7 @@ def add_command(commands: Any) -> None:
     doctor.add_argument(
         "--replicas", type=int, metavar="N", help="copies of the state, HSDP (default: 1, or the config's)"
     )
+    add_axes(doctor)
     doctor.add_argument(
         "--checkpoints", type=Path, metavar="FOLDER", help="where they go (default: the config's folder)"
     )
@@ -62,13 +65,17 @@ def run(arguments: argparse.Namespace) -> int:
                 raise ProgramError(f"--{name} {value}: expected at least 1")
         entry, replicas, folder = arguments.program, arguments.replicas, arguments.checkpoints
         keywords: dict[str, Any] = {}
+        plan = None
         if entry.endswith(".toml") or entry == BUILTIN:
             config: Config = load_config(Path(entry) if entry.endswith(".toml") else None)
             if replicas is not None:
                 config = config.with_replicas(replicas)
-            config.check_world(arguments.nproc)
-            config.refuse_axes("fullshard doctor")
-            replicas = config.sharding.degrees(arguments.nproc)[0]
+            refuse_beside_config(arguments, arguments.program)
+            if config.sharding.parallelism.beyond_data:
+                plan = config.sharding.parallel  # its rules are findings
+            else:
+                config.check_world(arguments.nproc)
+                replicas = config.sharding.degrees(arguments.nproc)[0]
             folder = folder or Path(config.run.dir or "runs")
             keywords = {
                 "options": {"mp_policy": precision_policy(config.sharding.precision)},
@@ -76,15 +83,18 @@ def run(arguments: argparse.Namespace) -> int:
                 "needs_port": False,  # `fullshard train` meets at a file
             }
             entry = f"{BUILTIN}:{entry}" if entry.endswith(".toml") else entry
+        else:
+            plan = parallelism_of(arguments)
         found = examine(
             find_program(entry),
             world=arguments.nproc,
             replicas=replicas or 1,
             checkpoints=folder,
             probes=not arguments.no_probe,
+            parallelism=plan if plan is not None and plan.beyond_data else None,
             **keywords,
         )
-    except (ProgramError, ConfigError) as error:
+    except (ProgramError, ConfigError, ValueError) as error:
         print(f"fullshard doctor: {error}", file=sys.stderr)
         return 2
     print(json.dumps(found.as_json(arguments.program)) if arguments.json else found)

@@ -10,6 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fullshard.cli.axes import add_axes, parallelism_of, refuse_beside_config
+
 if TYPE_CHECKING:
     from fullshard.migrate.parallelism import Parallelism
     from fullshard.plan import Planner, Strategy
@@ -49,12 +51,7 @@ def add_command(commands: Any) -> None:
     plan.add_argument("--budget", type=float, metavar="GB", help="memory of a device (default: the hardware's)")
     plan.add_argument("--host-budget", type=float, metavar="GB", help="memory of the host for each rank")
     plan.add_argument("--replicas", type=int, metavar="N", help="copies of the state, HSDP (default: 1)")
-    plan.add_argument("--tensor-parallel", type=int, metavar="N", help="ranks that share each layer (default: 1)")
-    plan.add_argument(
-        "--no-sequence-parallel", action="store_true", help="between these layers each rank has all tokens"
-    )
-    plan.add_argument("--loss-parallel", action="store_true", help="logits stay cut along the vocabulary for the loss")
-    plan.add_argument("--context-parallel", type=int, metavar="N", help="ranks that share each sequence (default: 1)")
+    add_axes(plan, context=True)
     plan.add_argument(
         "--reshard", metavar="always|never|N", help="reshard_after_forward of the units (default: always)"
     )
@@ -237,12 +234,7 @@ def _source(arguments: argparse.Namespace, backend: str) -> tuple[Callable[[int 
     programs: Callable[[int | None], Program]
     path = Path(source)
     if source.endswith(".toml"):
-        given = [f"--{n}" for n in ("tensor-parallel", "context-parallel") if getattr(arguments, n.replace("-", "_"))]
-        given += [
-            f"--{n}" for n in ("no-sequence-parallel", "loss-parallel") if getattr(arguments, n.replace("-", "_"))
-        ]
-        if given:
-            raise ValueError(f"{given[0]}: {source} has a section [parallelism]; set it there")
+        refuse_beside_config(arguments, source)
         config = load_config(path)
         if arguments.replicas is not None:
             config = config.with_replicas(arguments.replicas)
@@ -267,9 +259,10 @@ def _source(arguments: argparse.Namespace, backend: str) -> tuple[Callable[[int 
         raise ProgramError(
             f"{source}: expected a .toml, a config.json, module:function, or one of {', '.join(shapes.NAMED)}"
         )
-    plan = _parallelism(arguments)
+    plan = parallelism_of(arguments)
     own = ":" in source and found.parallelize is not None
     programs, length = _divided(programs, plan, arguments.sequence)
+    length = 0 if ":" in source else length  # its model may get a part of the batch
     about = _about(programs(length or None), plan, arguments.ranks, length, own=own)
     strategy = Strategy(
         ranks=arguments.ranks,
@@ -281,19 +274,6 @@ def _source(arguments: argparse.Namespace, backend: str) -> tuple[Callable[[int 
     if backend != "gloo":
         strategy = replace(strategy, compute="bfloat16", reduce="float32")
     return programs, _with_dials(strategy, arguments), about
-
-
-def _parallelism(arguments: argparse.Namespace) -> Parallelism:
-    """The declaration that the command line makes. Raises `ConfigError`."""
-    from fullshard.migrate.parallelism import Parallelism
-
-    return Parallelism(
-        tensor_parallel_degree=arguments.tensor_parallel or 1,
-        context_parallel_degree=arguments.context_parallel or 1,
-        data_parallel_replicate_degree=arguments.replicas or 1,
-        enable_sequence_parallel=False if arguments.no_sequence_parallel else "auto",
-        enable_loss_parallel=arguments.loss_parallel,
-    )
 
 
 def _divided(

@@ -133,6 +133,21 @@ def _large_buffers(facts: Facts) -> Iterator[str]:
         yield f"every rank holds {human(whole)} of buffers beside {human(shards)} of shards: {_some(shown)}"
 
 
+# ---- axes ------------------------------------------------------------------------------------------------------------
+
+
+def _axes(facts: Facts) -> Iterator[str | Found]:
+    nearest = facts.model.axes.nearest
+    for rule in facts.model.axes.broken:
+        yield Found(rule, nearest) if nearest else rule
+
+
+def _axes_step(facts: Facts) -> Iterator[Found]:
+    failure = facts.model.axes.failure
+    if failure:
+        yield Found(f"{failure.stage}: {failure.text}", failure.fix)
+
+
 # ---- wrapping --------------------------------------------------------------------------------------------------------
 
 
@@ -142,7 +157,8 @@ def _refused(facts: Facts) -> Iterator[str]:
 
 
 def _nothing_sharded(facts: Facts) -> Iterator[str]:
-    if facts.model.report is None and not facts.model.refusal:
+    axes = facts.model.axes
+    if facts.model.report is None and not facts.model.refusal and not axes.broken and not axes.failure:
         yield "`shard` called fully_shard for no module"
 
 
@@ -405,6 +421,16 @@ CHECKS: tuple[Check, ...] = (
     Check("large-buffers", WARNING, _large_buffers,
           "buffers are not sharded: they stay whole in the memory of each rank",
           "make them smaller, compute them in forward (masks, tables), or make them parameters without gradients"),
+    Check("axes", ERROR, _axes,
+          "prepare_fully_shard raises this before it changes the model",
+          "the text says what to do"),
+    Check("axes-step", ERROR, _axes_step,
+          "a step of the model whose layers are divided raised this, and the launch would end with it",
+          "the text says what to do"),
+    Check("axes-narrowed", ERROR, _named("axes.narrowed", "works on this rank's part of the features alone"),
+          "no layer adds what the other ranks have: the numbers are wrong, and nothing raises",
+          "write view(batch, tokens, -1, head_dim) and not the number of heads; or give the layer before it the style "
+          "column->whole, or keep"),
     Check("refused", ERROR, _refused,
           "fully_shard raised this, and would at the launch",
           "the text says what to do"),

@@ -6,6 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from fullshard.migrate.declared import refuse_others
+from fullshard.migrate.parallelism import Parallelism
 from fullshard.program import Program, ProgramError
 
 from . import machine, model, probe
@@ -23,20 +25,30 @@ def examine(
     copies: int = 2,
     needs_port: bool = True,
     probes: bool = True,
+    parallelism: Parallelism | None = None,
 ) -> Diagnosis:
     """Look at this machine and at `program`, as it would be sharded over `world` ranks in `replicas` groups.
 
     options: of `fully_shard`, such as `mp_policy`. checkpoints: their folder; `copies` of them are there at once.
+    parallelism: the declaration of all axes; its copies go before `replicas`.
     probes: take steps of the plain model, and send messages between `world` processes, if that many can run here.
 
     This process must have no process group. Raises `ProgramError` for a model that cannot be built and a world that
     `replicas` does not divide.
     """
-    if world % replicas:
+    if parallelism is not None:
+        refuse_others(parallelism, "fullshard doctor")
+        if parallelism.data_parallel_replicate_degree != -1:
+            replicas = parallelism.data_parallel_replicate_degree
+    elif world % replicas:
         raise ProgramError(f"{replicas} replicas: expected a number that divides the {world} ranks")
     here = machine.look(needs_port=needs_port)
-    seen, measured = model.look(program, world, replicas, options or {}, steps=probes)
-    if probes:
+    seen, measured = model.look(program, world, replicas, options or {}, steps=probes, plan=parallelism)
+    tensor = parallelism.tensor_parallel_degree if parallelism is not None else 1
+    if probes and tensor > 1:
+        skipped = (*measured.skipped, "bandwidth (of axes beside data parallelism)")
+        measured = replace(measured, skipped=skipped)
+    elif probes:
         measured = _with_axes(measured, world, replicas, _message(seen), here.cores)
     folder = None if checkpoints is None else machine.look_at_folder(checkpoints, copies * _state(seen, replicas))
     return diagnose(Facts(world, replicas, here, seen, folder, measured))

@@ -53,6 +53,18 @@ class Steps:
 
 
 @dataclass(frozen=True)
+class Axes:
+    """The facts about axes beside data parallelism. `broken`: rules that the declaration breaks, by their keys;
+    `nearest`: the nearest legal plan. `narrowed`: what adds over a part of the features alone. `failure`: of a step of
+    the divided model."""
+
+    broken: tuple[str, ...] = ()
+    nearest: str = ""
+    narrowed: tuple[str, ...] = ()
+    failure: Failure | None = None
+
+
+@dataclass(frozen=True)
 class Model:
     """Names of parameters and buffers as in the plain model. `refusal`: the first line of what `fully_shard` raised, ""
     if nothing. `report`: None after a refusal."""
@@ -72,6 +84,7 @@ class Model:
     not_optimized: tuple[str, ...] = ()
     gathers: tuple[int, ...] = ()  # all-gathers of each unit in a step
     steps: Steps = Steps()
+    axes: Axes = Axes()
 
 
 @dataclass(frozen=True)

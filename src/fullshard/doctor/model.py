@@ -7,8 +7,8 @@ import random
 import sys
 import time
 import warnings
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -21,10 +21,13 @@ from torch.optim import Optimizer
 import fullshard
 from fullshard._torch import fake_group, non_persistent_buffers
 from fullshard._torch.dtensor import storage_key
+from fullshard.migrate.meshes import build_meshes
+from fullshard.migrate.parallelism import Parallelism
 from fullshard.program import Program, ProgramError
 
 from . import fingerprints
-from .facts import Measured, Model, Steps
+from .axes import divide_by, look_at_rules, look_at_step
+from .facts import Axes, Measured, Model, Steps
 from .steps import line, plain_steps, sharded_steps, sync_as_batch_norm
 
 # A model that takes longer to build is not built a second time.
@@ -39,11 +42,20 @@ class _Call(NamedTuple):
 
 
 def look(
-    program: Program, world: int, replicas: int, options: dict[str, Any], *, steps: bool
+    program: Program,
+    world: int,
+    replicas: int,
+    options: dict[str, Any],
+    *,
+    steps: bool,
+    plan: Parallelism | None = None,
 ) -> tuple[Model, Measured]:
     """The facts of `program`'s model, and the times of its steps. `options`: of `fully_shard`; `steps`: whether to take
     any. Raises `ProgramError` if the model cannot be built."""
     skipped = [] if steps else ["a step (--no-probe)"]
+    axes, declared = Axes(), None
+    if plan is not None:
+        axes, declared = look_at_rules(program, lambda: _build(program), plan, world)
     with ExitStack() as group:
         group.enter_context(fake_group(world))
         model, compared = _built_again(program, world, group, skipped) if steps else (_build(program), {})
@@ -58,12 +70,24 @@ def look(
                 seconds, shown = plain_steps(program, model)
             if world == 1:
                 shown = replace(shown, drifting_buffers=())
-        optimizer = _look_at_sharded(program, model, world, replicas, options, found)
+        optimizer, given = None, options
+        loss_context: Callable[[], AbstractContextManager[Any]] = nullcontext
+        if plan is not None and declared is not None:
+            meshes = build_meshes(declared.axes, "cpu")
+            given = {"mesh": meshes.data, **options}
+            if declared.axes.tp > 1 and steps and has_values:
+                axes = look_at_step(program, _build(program), plan, meshes.whole["tp"])
+            if declared.axes.tp > 1 and axes.failure is None:
+                loss_context = divide_by(program, plan, model, meshes.whole["tp"])
+        if axes.broken or axes.failure:
+            skipped.append("the sharded model (its layers cannot be divided)")
+        else:
+            optimizer = _look_at_sharded(program, model, world, replicas, given, found)
         host: float | None = None
         if optimizer is not None and seconds is not None:
             units = [unit for unit in found["report"].units if unit.num_params]
             full = {unit.name: unit.numel * unit.compute_itemsize for unit in units}
-            with warnings.catch_warnings(), sync_as_batch_norm(model):
+            with warnings.catch_warnings(), sync_as_batch_norm(model), loss_context():
                 warnings.simplefilter("ignore")
                 taken, shown, why = sharded_steps(program, model, optimizer, full, shown)
             if why:
@@ -74,7 +98,7 @@ def look(
                 skipped.append("host time (the sharded step raised an error)")
     if shown.sharded_failure is not None and world > 1:
         shown = replace(shown, fails_alone=_fails_alone(program, options))
-    return Model(**found, steps=shown), Measured(seconds, host, skipped=tuple(skipped))
+    return Model(**found, steps=shown, axes=axes), Measured(seconds, host, skipped=tuple(skipped))
 
 
 def _tensors(model: nn.Module) -> dict[str, Any]:
@@ -134,7 +158,7 @@ def _shard(
     calls: list[_Call] = []
     shape, axes = ((world,), ("shard",)) if replicas == 1 else (
         (replicas, world // replicas), ("replicate", "shard"))  # fmt: skip
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=axes)
+    mesh = options.get("mesh") or init_device_mesh("cpu", shape, mesh_dim_names=axes)
 
     def shard(module: Any, **given: Any) -> Any:
         modules = (module,) if isinstance(module, nn.Module) else tuple(module)

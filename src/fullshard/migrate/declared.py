@@ -71,6 +71,20 @@ def declare(model: nn.Module, plan: Parallelism, world: int, *, sequence: int = 
     return Declared(plan, plan.on(world, shape), division, shape)
 
 
+def broken_rules(model: nn.Module, plan: Parallelism, world: int, *, sequence: int = 0) -> tuple[list[str], str]:
+    """Each rule that `plan` breaks for `model` on `world` ranks, and the nearest legal plan in words, "" if the rule
+    says it."""
+    tree = Tree(model)
+    try:
+        division = divide(tree, plan)
+    except ConfigError as error:
+        return [str(error)], ""
+    shape = replace(shape_for(tree, division, shape_of(model)), sequence=sequence)
+    plan = replace(plan, enable_sequence_parallel=True) if division.sequence else plan
+    broken = plan.broken(world, shape)
+    return broken, plan.nearest(world, shape) if broken else ""
+
+
 def refuse_others(plan: Parallelism, command: str, looked_at: tuple[str, ...] = LOOKED_AT) -> None:
     """Raise `ConfigError` for an axis that `command` does not know."""
     for name in DEGREES:

@@ -136,11 +136,18 @@ class Parallelism(ParallelismKeys):
 
     def on(self, world: int, shape: ModelShape | None = None) -> Axes:
         """The axes on `world` ranks, for a model of `shape`. Raises `ConfigError` with the nearest legal plan."""
-        axes = self._filled(world)
-        broken = next(self._broken(axes, world, shape or ModelShape()), None)
-        if broken is None:
-            return axes
-        raise ConfigError(f"{broken}; {self._nearest(world, shape or ModelShape())}")
+        broken = self.broken(world, shape)
+        if not broken:
+            return self._filled(world)
+        raise ConfigError(f"{broken[0]}; {self.nearest(world, shape)}")
+
+    def broken(self, world: int, shape: ModelShape | None = None) -> list[str]:
+        """Each rule that the degrees break on `world` ranks, for a model of `shape`, by the key that does."""
+        return [*self._broken(self._filled(world), world, shape or ModelShape())]
+
+    def nearest(self, world: int, shape: ModelShape | None = None) -> str:
+        """The legal plan whose degrees differ least from the ones asked for, in words."""
+        return self._nearest(world, shape or ModelShape())
 
     # ---- rules -------------------------------------------------------------------------------------------------------
 

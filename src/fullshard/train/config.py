@@ -222,13 +222,6 @@ class Config:
             plan = replace(plan, enable_sequence_parallel=True)
         return plan.on(world, self.shape)
 
-    def refuse_axes(self, command: str) -> None:
-        """Raise `ConfigError` for axes beside those of data parallelism, which `command` does not count."""
-        degree = self.sharding.parallelism.tensor_parallel_degree
-        if degree > 1:
-            problem = f"{command} counts data parallelism alone"
-            raise invalid("sharding.parallelism.tensor_parallel_degree", degree, problem, "1")
-
     def check_world(self, world: int) -> None:
         """Rules that depend on the number of processes `world`. Raises `ConfigError`."""
         batch, processes = self.training.global_batch, world

@@ -1,0 +1,46 @@
+"""The options of commands that declare axes, and the declaration that they make."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from fullshard.migrate.parallelism import Parallelism
+
+_NAMES = ("tensor_parallel", "context_parallel", "no_sequence_parallel", "loss_parallel")
+
+
+def add_axes(command: Any, *, context: bool = False) -> None:
+    """Add the options to the parser of a command. `context`: also that of context parallelism."""
+    command.add_argument("--tensor-parallel", type=int, metavar="N", help="ranks that share each layer (default: 1)")
+    command.add_argument(
+        "--no-sequence-parallel", action="store_true", help="between these layers each rank has all tokens"
+    )
+    command.add_argument(
+        "--loss-parallel", action="store_true", help="logits stay cut along the vocabulary for the loss"
+    )
+    if context:
+        command.add_argument(
+            "--context-parallel", type=int, metavar="N", help="ranks that share each sequence (default: 1)"
+        )
+
+
+def parallelism_of(arguments: argparse.Namespace) -> Parallelism:
+    """The declaration that the options make. Raises `ConfigError`."""
+    from fullshard.migrate.parallelism import Parallelism
+
+    return Parallelism(
+        tensor_parallel_degree=arguments.tensor_parallel or 1,
+        context_parallel_degree=getattr(arguments, "context_parallel", None) or 1,
+        data_parallel_replicate_degree=arguments.replicas or 1,
+        enable_sequence_parallel=False if arguments.no_sequence_parallel else "auto",
+        enable_loss_parallel=arguments.loss_parallel,
+    )
+
+
+def refuse_beside_config(arguments: argparse.Namespace, source: str) -> None:
+    """Raise `ValueError` for an option that the section of the config `source` has."""
+    for name in _NAMES:
+        if getattr(arguments, name, None):
+            raise ValueError(f"--{name.replace('_', '-')}: {source} has a section [parallelism]; set it there")
