@@ -21,6 +21,7 @@ from tests.harness.pool import pool
 
 STEPS = 20
 TP = "sharding.parallelism.tensor_parallel_degree=2"
+CP = "sharding.parallelism.context_parallel_degree=2"
 # The vocabulary of 259 divides by neither 2 nor 4, and 9 validation windows do not either.
 TINY = (
     "model.layers=2",
@@ -55,7 +56,7 @@ def trainer_of(rank: int, config: Config) -> Trainer:
     world = world_of(config, rank, dist.get_world_size(), torch.device("cpu"), dist.HashStore())
     tokenizer = ByteTokenizer()
     split = tokenize(read_corpus(config.data), tokenizer, config.data.validation_fraction)
-    model = sharded_model(config, tokenizer.vocab, world.mesh, world.device, world.whole)
+    model = sharded_model(config, tokenizer.vocab, world.mesh, world.device, world.whole, world.sequences)
     return Trainer(config, world, model, adamw(model.parameters(), config.optimizer), split, tokenizer)
 
 
@@ -159,6 +160,14 @@ def test_initial_values_are_those_of_the_plain_model(world: int) -> None:
         pytest.param(4, (TP, "training.micro_batch=0"), marks=pytest.mark.slow),
         pytest.param(4, (TP, "sharding.parallelism.enable_sequence_parallel=false"), marks=pytest.mark.slow),
         pytest.param(4, (TP, "sharding.activation_checkpointing.at=units", "training.micro_batch=0")),
+        pytest.param(2, (CP, "training.micro_batch=4"), marks=pytest.mark.slow),
+        pytest.param(4, (CP, "sharding.activation_checkpointing.at=units"), marks=pytest.mark.slow),
+        pytest.param(
+            4,
+            (CP, "sharding.parallelism.context_parallel_variant=ring", "sharding.data_parallel_replicate_degree=2"),
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(4, (CP, TP, "training.micro_batch=0"), marks=pytest.mark.slow),
     ],
 )
 def test_same_run_on_any_number_of_processes(world: int, overrides: tuple[str, ...]) -> None:
@@ -169,6 +178,15 @@ def test_same_run_on_any_number_of_processes(world: int, overrides: tuple[str, .
     assert expected.records[-1].loss < expected.records[0].loss - 0.5  # it did learn: there is something to compare
     assert found.steps_done == expected.steps_done == {STEPS}
     assert not differences(found, *of_one)
+
+
+@pytest.mark.hang_after(300)
+def test_two_steps_with_cut_sequences() -> None:
+    """Losses, validations and norms where two processes have parts of each sequence."""
+    expected, found = (run_on(world, *more, "training.steps=2") for world, more in ((1, ()), (2, (CP,))))
+    for mine, its in zip(figures(found.records), figures(expected.records), strict=True):
+        assert mine == pytest.approx(its, rel=tolerance.figure(found.terms, steps=2))
+    assert found.records[-1].val_loss and found.records[-1].bits_per_byte
 
 
 @pytest.mark.slow

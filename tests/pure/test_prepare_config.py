@@ -30,6 +30,7 @@ CHANGED: dict[str, tuple[Any, dict[str, Any]]] = {
     "parallelism.tensor_parallel_degree": (2, {}),
     "parallelism.enable_sequence_parallel": (True, {"tensor_parallel_degree": 2}),
     "parallelism.context_parallel_degree": (2, {}),
+    "parallelism.context_parallel_variant": ("ring", {"context_parallel_degree": 2}),
     "parallelism.pipeline_parallel_degree": (2, {}),
     "parallelism.expert_parallel_degree": (2, {}),
     "parallelism.expert_tensor_parallel_degree": (2, {"tensor_parallel_degree": 2}),

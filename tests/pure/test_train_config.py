@@ -25,7 +25,8 @@ optimizer.weight_decay
 sharding.data_parallel_shard_degree sharding.data_parallel_replicate_degree sharding.reshard_after_forward
 sharding.cpu_offload sharding.pin_memory
 sharding.parallelism.tensor_parallel_degree sharding.parallelism.enable_sequence_parallel
-sharding.parallelism.context_parallel_degree sharding.parallelism.pipeline_parallel_degree
+sharding.parallelism.context_parallel_degree sharding.parallelism.context_parallel_variant
+sharding.parallelism.pipeline_parallel_degree
 sharding.parallelism.expert_parallel_degree sharding.parallelism.expert_tensor_parallel_degree
 sharding.parallelism.enable_loss_parallel sharding.parallelism.styles
 sharding.precision.mode sharding.precision.dtype sharding.precision.param sharding.precision.reduce
@@ -351,8 +352,14 @@ def test_torchtitan_s_section_declares_the_axes(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "world", "said"),
     [
-        (["context_parallel_degree=2"], 4, "sharding.parallelism.context_parallel_degree = 2: the trainer has tensor"),
-        (["pipeline_parallel_degree=2"], 4, "and no other axis"),
+        (["pipeline_parallel_degree=2"], 4, "sharding.parallelism.pipeline_parallel_degree = 2: the trainer has data"),
+        (["context_parallel_degree=3"], 4, "are 3 of 4 ranks; nearest legal plan: data_parallel_shard_degree = "),
+        (
+            ["context_parallel_degree=4", "context_parallel_variant=ulysses", "tensor_parallel_degree=2"],
+            8,
+            "heads of a",
+        ),
+        (["context_parallel_variant=ring"], 4, "has no effect with context_parallel_degree = 1"),
         (["expert_parallel_degree=2"], 4, "and no other axis"),
         (["tensor_parallel_degree=2", "enable_loss_parallel=true"], 4, "a tied embedding stays whole"),
         (["tensor_parallel_degree=3"], 4, "are 3 of 4 ranks; nearest legal plan: data_parallel_shard_degree = "),

@@ -51,16 +51,23 @@ ROWS: dict[str, tuple[dict[str, Any], list[str], dict[str, Any]]] = {
         [EXACT, EQUIVALENT, LOSSY],
         {"sharding.parallelism.tensor_parallel_degree": 2},
     ),
+    "context parallelism": (
+        {"parallelism": {"context_parallel_degree": 2, "context_parallel_variant": "ring"}},
+        [EXACT, EXACT],
+        {
+            "sharding.parallelism.context_parallel_degree": 2,
+            "sharding.parallelism.context_parallel_variant": "ring",
+        },
+    ),
     "axes that the trainer lacks": (
         {
             "parallelism": {
-                "context_parallel_degree": 2,
                 "pipeline_parallel_degree": 2,
                 "expert_parallel_degree": 2,
                 "expert_tensor_parallel_degree": 2,
             }
         },
-        [LOSSY] * 4,
+        [LOSSY] * 3,
         {},
     ),
     "offload": (

@@ -75,8 +75,8 @@ def _trains(rank: int, dp: int, cp_degree: int, variant: str, packed: bool, reco
     for block in model.layers:
         if recompute:
             forward = block.forward
-            block.forward = lambda *args, forward=forward: checkpoint(
-                forward, *args, use_reentrant=recompute == "reentrant"
+            block.forward = lambda x, positions, forward=forward: checkpoint(
+                forward, x, positions, use_reentrant=recompute == "reentrant"
             )
         fully_shard(block, mesh=data)
     fully_shard(model, mesh=data)

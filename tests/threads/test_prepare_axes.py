@@ -68,17 +68,13 @@ def test_tp_and_sharding(sequence: bool, tied: bool) -> None:
     [
         (8, {"data_parallel_replicate_degree": 2, **TWO}),
         (8, {"data_parallel_replicate_degree": 2, **TWO, "enable_sequence_parallel": False}),
-        (8, {"tensor_parallel_degree": 2, "context_parallel_degree": 2}),
         (4, {"data_parallel_replicate_degree": 2, "data_parallel_shard_degree": 1, **TWO}),
         (2, TWO),
-        (4, {"context_parallel_degree": 2}),
-        (4, {"context_parallel_degree": 4}),
     ],
     ids=lambda value: str(value) if isinstance(value, int) else "-".join(map(str, value.values())),
 )
 def test_other_axes(world: int, plan: dict[str, Any]) -> None:
-    """HSDP x TP, TP without data parallelism, and meshes in which `dp_shard` and `cp` are folded. Along `cp` each rank
-    has whole sequences here: the division of attention is not part of it."""
+    """HSDP x TP, and TP without data parallelism; `cp` is in test_prepare_context.py."""
     check(world, llama, plan)
 
 

@@ -17,16 +17,23 @@ from torch.distributed.device_mesh import DeviceMesh
 from ..layout import SequenceSplit
 from ..peers import RanksDisagree, shown_ranks
 from .data_group import Work
-from .exchange import ranks_of, texts_of
+from .exchange import Ranks, ranks_of, texts_of
+from .messages import alone
 
 _PURPOSE = "context parallel"
 
 
 class SequenceLine:
-    """The ranks of `mesh`, of one axis, over which sequences are cut as `split` says. Sends nothing yet."""
+    """The ranks of `mesh`, of one axis, over which sequences are cut as `split` says; None: this rank has them whole.
+    Sends nothing yet."""
 
-    def __init__(self, mesh: DeviceMesh, split: SequenceSplit) -> None:
+    def __init__(self, mesh: DeviceMesh | None, split: SequenceSplit) -> None:
         self.split = split
+        self.axis = "cp" if mesh is None or mesh.mesh_dim_names is None else mesh.mesh_dim_names[0]
+        if mesh is None:
+            self.rank, self.world = 0, 1
+            self._ranks = Ranks(alone(), None, (0,), torch.device("cpu"))
+            return
         process_group = mesh.get_group(0)
         self.rank, self.world = process_group.rank(), process_group.size()
         self._ranks = ranks_of(process_group, _device_of(mesh), _PURPOSE)
@@ -47,8 +54,8 @@ class SequenceLine:
         by_rank = {texts.members[number]: text for text, numbers in found for number in numbers}
         told = "; ".join(f"{shown_ranks([texts.members[one] for one in numbers])}: {text}" for text, numbers in found)
         raise RanksDisagree(
-            f"{what}: expected the same sequences on all ranks that share them, found {told}; give these ranks the "
-            f"same batch, and split it with this context",
+            f"{what} over {self.axis}: expected the same sequences on all ranks that share them, found {told}; give "
+            f"these ranks the same batch, and split it with this context",
             what=what,
             by_rank=by_rank,
         )
@@ -103,9 +110,9 @@ class SequenceLine:
     def gathered(self, part: Tensor, dim: int) -> Tensor:
         """The whole of what is cut along `dim`, in the order of the sequence. Collective; without a graph."""
         line, piece = self._ranks.pairs, part.detach().movedim(dim, 0).contiguous()
-        assert line is not None
         out = piece.new_empty((self.world, *piece.shape))
         if self.world > 1:
+            assert line is not None
             line.gather_into(out.view(-1), piece.view(-1)).wait()
         else:
             out.copy_(piece)

@@ -1,5 +1,7 @@
 """Calls of attention inside a context: each `scaled_dot_product_attention` goes to a function, others are refused.
 
+So do losses, if the context has a function for them.
+
 A mode of torch's own (`TorchFunctionMode`), of one thread: no function of torch is replaced.
 """
 
@@ -60,11 +62,17 @@ class Call(NamedTuple):
 
 
 class AttentionCalls(TorchFunctionMode):
-    """Inside, calls go to `attend`. `length`: tokens of this rank, 0 if not known: for attention of another kind."""
+    """Inside, calls go to `attend`. `length`: tokens of this rank, 0 if not known: for attention of another kind.
+    `cross_entropy`: is called instead of torch's."""
 
-    def __init__(self, attend: Callable[[Call], Tensor], length: Callable[[], int]) -> None:
+    def __init__(
+        self,
+        attend: Callable[[Call], Tensor],
+        length: Callable[[], int],
+        cross_entropy: Callable[..., Tensor] | None = None,
+    ) -> None:
         super().__init__()
-        self._attend, self._length = attend, length
+        self._attend, self._length, self._cross_entropy = attend, length, cross_entropy
         # Calls in reentrant checkpoints whose recomputation has not come yet.
         self._owed = 0
 
@@ -80,6 +88,8 @@ class AttentionCalls(TorchFunctionMode):
             # Recomputation has to find this mode.
             with _Again(self):
                 return _asked_once(func)(*args, **kwargs)
+        if func is F.cross_entropy and self._cross_entropy is not None:
+            return self._cross_entropy(*args, **kwargs)
         if func in _SOFTMAX:
             self._expect_other(args, kwargs)
         elif getattr(func, "__name__", "") in _FAST:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -21,6 +21,7 @@ from ..layout import AttentionShape, SequenceSplit, Traffic, nearest_degrees, re
 from ..policy.arguments import expect, expect_choice, expect_each, expect_flag, expect_tensors, expect_whole
 from .attention_calls import AttentionCalls, Call
 from .sequence_attention import Sight, ring, ulysses
+from .token_mean import token_mean
 
 _WHAT = "context_parallel"
 IGNORED = -100
@@ -112,17 +113,39 @@ class Batch(NamedTuple):
 
 
 class ContextParallel:
-    """The result of `context_parallel`: a context, and what cuts batches for it."""
+    """The result of `context_parallel`, and of `Prepared.context`: a context, and what cuts batches for it."""
 
-    def __init__(self, mesh: DeviceMesh, split: SequenceSplit, variant: str, buffers: list[Buffer]) -> None:
-        self.mesh, self.variant = mesh, variant
+    def __init__(
+        self,
+        mesh: DeviceMesh | None,
+        split: SequenceSplit,
+        variant: str = "auto",
+        buffers: Sequence[Buffer] = (),
+        *,
+        data: DeviceMesh | None = None,
+        token_means: bool = False,
+    ) -> None:
+        """`mesh`: None without an axis over which sequences are cut: batches stay whole, and attention is torch's.
+        `data`: the mesh of the parameters; None: `mesh`. `token_means`: a cross entropy inside is the mean over the
+        tokens of the whole sequences."""
+        self.mesh, self.variant, self.data = mesh, variant, mesh if data is None else data
         self._split, self._buffers = split, buffers
         self._line = SequenceLine(mesh, split)
         self._batch = Batch()
+        # Is called with the tensors of each batch, whole.
+        self.on_split: Callable[[list[Any]], None] | None = None
         # The kinds of calls that the ranks compared since the context was entered, or the last batch was split.
         self._compared: set[str] = set()
         self._entered: ExitStack | None = None
-        self._calls = AttentionCalls(self._attend, lambda: self._batch.padded // split.degree)
+        means = self._cross_entropy if token_means else None
+        self._calls = AttentionCalls(self._attend, lambda: self._batch.padded // split.degree, means)
+
+    @classmethod
+    def of_plan(cls, mesh: DeviceMesh | None, data: DeviceMesh, variant: str) -> ContextParallel:
+        """The context of a plan whose parameters are on `data`: over `mesh`, its axis `cp`; None: it has none. The mean
+        of a cross entropy inside is that of all tokens. Sends nothing."""
+        split = SequenceSplit(1, balanced=False) if mesh is None else SequenceSplit(mesh.size(), balanced=True)
+        return cls(mesh, split, variant, data=data, token_means=mesh is not None)
 
     @property
     def degree(self) -> int:
@@ -133,6 +156,16 @@ class ContextParallel:
     def chunks(self) -> int:
         """The number by which the length of a sequence divides."""
         return self._split.chunks
+
+    def expect_split(self) -> None:
+        """Raise `RuntimeError` where a model gets what `split` did not return, whose attention would be wrong."""
+        if self.degree > 1 and (self._entered is None or not self._batch.padded):
+            found = "one outside of it" if self._entered is None else "one before split() inside of it"
+            raise RuntimeError(
+                f"cp: expected forwards with gradients inside of the context, with parts of sequences, found {found}; "
+                f"write `with prepared.context() as cp: inputs, labels = cp.split((inputs, labels))`, and the backward "
+                f"inside"
+            )
 
     # ---- context -------------------------------------------------------------------------------------------
 
@@ -147,7 +180,8 @@ class ContextParallel:
                 with torch.no_grad():
                     cut = self._cut(buffer.tensor, buffer.dim).clone()
                     buffer.tensor.resize_(cut.shape).copy_(cut)
-            stack.enter_context(self._calls)
+            if self.mesh is not None:
+                stack.enter_context(self._calls)
             self._compared.clear()
             self._entered = stack.pop_all()
         return self
@@ -204,9 +238,16 @@ class ContextParallel:
                 "pass all tokens",
                 ValueError,
             )
-        number = self._batch.number + 1
-        self._batch = Batch(length, padded, documents, _digest([*whole.values(), documents]), number)
+        if self.mesh is None and documents is not None:
+            raise ValueError(
+                f"documents: expected None without an axis for {_WHAT}, found some; pass the model what it takes for "
+                f"packed sequences, or set context_parallel_degree"
+            )
+        digest = "" if self.mesh is None else _digest([*whole.values(), documents])
+        self._batch = Batch(length, padded, documents, digest, self._batch.number + 1)
         self._compared.clear()
+        if self.on_split is not None:
+            self.on_split([*whole.values(), documents])
         found = {
             key: self._cut(value, seq_dim) if _has_length(value, seq_dim, padded) else value
             for key, value in whole.items()
@@ -234,9 +275,13 @@ class ContextParallel:
         0-dim tensor, the same on all of them. Collective.
 
         Divide the sum of this rank's losses by it. `fully_shard` over `mesh` averages gradients over ranks, so that the
-        result is the mean over all tokens, however many each rank has. mesh: of the parameters; None: this one.
+        result is the mean over all tokens, however many each rank has. mesh: of the parameters; None: that of this
+        context, and after `prepare_fully_shard` that of the model. Raises `ValueError` for a mesh without the ranks
+        that share these sequences.
         """
-        mesh = self.mesh if mesh is None else mesh
+        mesh = self.data if mesh is None else mesh
+        assert mesh is not None
+        self._expect_all_parts(mesh)
         count = sum_over(mesh, (labels != ignore_index).sum(), _WHAT)
         return count.clamp(min=1) / mesh.size()
 
@@ -247,11 +292,28 @@ class ContextParallel:
 
     def _expect_legal(self, length: int) -> None:
         nearest = self._split.nearest(length)
-        if nearest != (length,):
+        if self.mesh is not None and nearest != (length,):
+            found, degrees = self._split.balanced, " or ".join(map(str, self._split.legal_degrees(length)))
             raise ValueError(
                 f"{_WHAT}: expected a length that divides by {self.chunks} ({self.degree} ranks, "
-                f"load_balance={self._split.balanced}), found {length}; the nearest: {' and '.join(map(str, nearest))}"
+                f"load_balance={found}), found {length}; the nearest: {' and '.join(map(str, nearest))}, or degree "
+                f"{degrees}"
             )
+
+    def _expect_all_parts(self, mesh: DeviceMesh) -> None:
+        """Raise `ValueError` if gradients over `mesh` would be without those of other parts of the same sequences."""
+        if self.mesh is None or {*self.mesh.mesh.flatten().tolist()} <= {*mesh.mesh.flatten().tolist()}:
+            return
+        axis, found = (self.mesh.mesh_dim_names or ("cp",))[0], ", ".join(mesh.mesh_dim_names or ("no names",))
+        raise ValueError(
+            f"mesh: expected the ranks along {axis} in it, which have parts of the same sequences, found {found}: "
+            f'gradients are then not averaged over {axis}; pass mesh["dp_shard", "{axis}"]._flatten(), of which '
+            f"fully_shard gets the same"
+        )
+
+    def _cross_entropy(self, *args: Any, **kwargs: Any) -> Tensor:
+        assert self.mesh is not None
+        return token_mean(self.mesh, self._batch.padded // self.degree, *args, **kwargs)
 
     def _cut(self, tensor: Tensor, dim: int) -> Tensor:
         self._expect_legal(tensor.shape[dim])
@@ -278,6 +340,8 @@ class ContextParallel:
             jumps = (positions.diff(dim=-1) != 1).long()
             if bool(jumps.any()):
                 documents = F.pad(jumps, (1, 0)).cumsum(-1).expand(rows, length)
+        if self.mesh is None:  # the rest is what the model takes
+            return whole, documents
         whole["position_ids"] = positions
         mask = whole.get("attention_mask")
         if mask is not None and mask.ndim != 2:
@@ -367,7 +431,8 @@ class ContextParallel:
         """Ranks compare what they attend to, once for each batch and kind of call."""
         shapes = [f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}" for tensor in call.tensors]
         said = (
-            f"{variant}, {', '.join(shapes)}{', causal' if call.is_causal else ''}, batch {self._batch.digest or '?'}"
+            f"{variant}{'' if self._split.balanced else ' without load_balance'}, {', '.join(shapes)}"
+            f"{', causal' if call.is_causal else ''}, batch {self._batch.digest or '?'}"
         )
         if said not in self._compared:
             if self.degree > 1:

@@ -63,6 +63,19 @@ class SequenceSplit(NamedTuple):
             return (length,)
         return tuple(one for one in (below, max(below + self.chunks, least)) if one >= least)
 
+    def legal_degrees(self, length: int) -> tuple[int, ...]:
+        """The numbers of ranks next to this one over which sequences of `length` can be cut: below, and above.
+
+        >>> SequenceSplit(4, balanced=True).legal_degrees(24), SequenceSplit(2, balanced=True).legal_degrees(15)
+        ((3, 6), (1,))
+        """
+        legal = [
+            one
+            for one in range(1, length // 2 + 1)
+            if one == 1 or self._replace(degree=one).nearest(length) == (length,)
+        ]
+        return *[one for one in legal if one < self.degree][-1:], *[one for one in legal if one > self.degree][:1]
+
     def visible(self, rank: int, source: int) -> Visible | None:
         """The keys of `source` that the queries of `rank` see under a causal mask; None: they see none.
 

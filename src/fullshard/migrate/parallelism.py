@@ -49,6 +49,12 @@ class ParallelismKeys:
     context_parallel_degree: int = setting(
         1, "ranks that share each sequence, along which parameters are cut too", least=1, spellings=("cp_size",)
     )
+    context_parallel_variant: str = setting(
+        AUTO,
+        'attention between these ranks: "ulysses" exchanges heads, "ring" sends keys and values around; "auto" = what '
+        "heads allow, and fewer bytes",
+        choices=(AUTO, "ulysses", "ring"),
+    )
     pipeline_parallel_degree: int = setting(1, "ranks that have different layers", least=1, spellings=("pp_size",))
     expert_parallel_degree: int = setting(1, "ranks among which experts are divided", least=1, spellings=("ep_size",))
     expert_tensor_parallel_degree: int = setting(
@@ -189,7 +195,10 @@ class Parallelism(ParallelismKeys):
         yield tensor, "key and value heads", shape.kv_heads, axes.tp
         yield tensor, "width of the feed-forward layer", shape.feed_forward, axes.tp
         yield tensor, "vocabulary", shape.vocabulary, axes.tp
-        yield context, "tokens of a sequence", shape.sequence, axes.cp
+        # Each rank has a part of the first half and one of the second, so that all have as much to do.
+        yield context, "tokens of a sequence", shape.sequence, axes.cp * 2 if axes.cp > 1 else 1
+        if self.context_parallel_variant == "ulysses" and axes.cp > 1 and shape.heads % axes.tp == 0:
+            yield context, "query heads of a rank", shape.heads // axes.tp, axes.cp
         if self.enable_sequence_parallel is True:
             yield tensor, "tokens of a part of a sequence", shape.sequence // axes.cp, axes.tp
         yield "expert_parallel_degree", "experts", shape.experts, axes.ep
@@ -229,6 +238,10 @@ def check_keys(keys: ParallelismKeys) -> None:
     """Rules between keys that need no number of ranks. Raises `ConfigError`."""
     for pattern, style in keys.styles:
         Style.read(style, f'parallelism.styles["{pattern}"]')
+    if keys.context_parallel_degree == 1 and keys.context_parallel_variant != AUTO:
+        problem = "has no effect with context_parallel_degree = 1"
+        name = "parallelism.context_parallel_variant"
+        raise invalid(name, keys.context_parallel_variant, problem, "context_parallel_degree = 2")
     if keys.tensor_parallel_degree == 1:
         for name in ("enable_sequence_parallel", "enable_loss_parallel"):
             if getattr(keys, name) is True:

@@ -38,6 +38,7 @@ from .meshes import Meshes, build_meshes, check_mesh
 from .parallelism import Parallelism
 from .reading import read_config
 from .relations import Relations
+from .sequences import ContextParallel, sequences_of
 from .states import in_form
 from .tensor_parallel import Division, Replaced, apply_styles, divide, shape_for, shape_of
 from .ties import Tie, refuse_untied, resolve_ties
@@ -73,6 +74,7 @@ class Prepared:
     uninitialised: names that nothing wrote; the first forward refuses them. optimizers: those that were given, on the
     sharded parameters. micro_batches: the `MicroBatches` of the configuration, None for whole batches.
     axes: the axes of the parallelism, division: the style of each module, whole: the mesh of all axes.
+    sequences: what `context` returns.
     """
 
     model: nn.Module
@@ -89,11 +91,26 @@ class Prepared:
     axes: Axes
     division: Division
     whole: DeviceMesh
+    sequences: ContextParallel
 
     @property
     def share(self) -> tuple[int, int]:
         """Returns which share of each batch this rank gets, and how many there are: along `tp` and `cp` the same."""
         return self.axes.share(self.whole.mesh.flatten().tolist().index(self.whole.get_rank()))
+
+    def context(self) -> ContextParallel:
+        """Where forward, loss and backward run. It cuts whole batches over the ranks of `cp`, if there are any:
+
+            with prepared.context() as cp:
+                inputs, labels = cp.split((tokens[:, :-1], tokens[:, 1:]))
+                logits = model(inputs, cp.positions(length))
+                F.cross_entropy(logits.flatten(0, 1), labels.flatten()).backward()
+
+        Inside, attention is over whole sequences, and the mean of a cross entropy over all their tokens, the same on
+        each of these ranks. Without `cp` all of it is torch's, so that one program runs with any degree. The result is
+        the same each time; `context_parallel` describes it.
+        """
+        return self.sequences
 
     def loss_context(self) -> AbstractContextManager[Any]:
         """Where the loss and its backward run: torch's `loss_parallel`, if logits stay cut along the vocabulary."""
@@ -117,8 +134,10 @@ class Prepared:
         sizes = "x".join(map(str, self.mesh.mesh.shape))
         lines += [str(tie) for tie in self.ties]
         lines.append(f"mesh: {sizes} {self.mesh.device_type}; values: {self.source}")
+        if self.config.parallelism.beyond_data:
+            lines += self.axes.lines()
         if self.division.styles:
-            lines += [*self.axes.lines(), "layers:", *(f"  {line}" for line in self.division.lines())]
+            lines += ["layers:", *(f"  {line}" for line in self.division.lines())]
         if self.kept:
             counts = Counter(class_of(self.model.get_submodule(name)) for name in self.kept)
             shown = ", ".join(f"{count} {name}" for name, count in counts.items())
@@ -238,8 +257,9 @@ def prepare_fully_shard(
     for one in optimizers:
         replaced.rebind(one)
         rebind_optimizer(one, model)
+    sequences = sequences_of(axes, whole, mesh, config.parallelism.context_parallel_variant)
     if config.parallelism.beyond_data:
-        Relations(model, axes, whole, sequence=division.sequence)
+        Relations(model, axes, whole, sequence=division.sequence, sequences=sequences)
     refuse_untied(ties, model)
     prepared = Prepared(
         model,
@@ -256,6 +276,7 @@ def prepare_fully_shard(
         axes,
         division,
         whole,
+        sequences,
     )
     if show and dist.get_rank() == whole.mesh.flatten()[0]:
         print(prepared)

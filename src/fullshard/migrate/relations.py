@@ -3,6 +3,9 @@
 What a model gets is the same along `tp`, and different along the data-parallel axes. A number of 24 bits stands for all
 tensors that a forward gets; the sums of it and of its square over an axis say whether all ranks have the same one. Two
 whole numbers travel for each axis and forward: over `tp` always, over the data-parallel axes in the first two forwards.
+
+Along `cp` batches are the same before they are split. On the host the ranks compare them with what they attend to, in
+one message (`extras/context_parallel.py`); on a device two such numbers travel for each batch.
 """
 
 from __future__ import annotations
@@ -18,10 +21,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from ..comm import all_reduce_over
+from ..extras import ContextParallel
 from .axes import Axes
 
 _BITS = 24
 _MIX = 0x9E3779B97F4A7C15 - (1 << 64)
+# What ranks along an axis have to do, and why.
+_ALIKE = {
+    "tp": ("give the model the same inputs", "each layer"),
+    "cp": ("split the same batch", "its sequences"),
+}
 # Forwards whose inputs are compared along the data-parallel axes.
 _DATA_FORWARDS = 2
 
@@ -64,14 +73,24 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 class Relations:
     """The comparisons of one model, which its forwards begin with."""
 
-    def __init__(self, model: nn.Module, axes: Axes, whole: DeviceMesh, *, sequence: bool = False) -> None:
-        # sequence: whether each rank along tp has a part of the tokens between layers.
-        self.axes, self.whole, self.sequence = axes, whole, sequence
+    def __init__(
+        self,
+        model: nn.Module,
+        axes: Axes,
+        whole: DeviceMesh,
+        *,
+        sequence: bool = False,
+        sequences: ContextParallel | None = None,
+    ) -> None:
+        # sequence: whether each rank along tp has a part of the tokens between layers. sequences: what cuts them.
+        self.axes, self.whole, self.sequence, self.sequences = axes, whole, sequence, sequences
         # torch's fake group, which plans and tests use, brings no sums.
         self.sends_nothing = dist.get_backend(whole.get_group(0)) == "fake"
         self.forwards = 0
-        # The sums that the last forward sent from a device, read when the next one begins.
-        self.sent: Tensor | None = None
+        # The sums that the last forward sent from a device, by axis, read when the next one begins.
+        self.sent: dict[str, Tensor] = {}
+        if sequences is not None and axes.cp > 1:
+            sequences.on_split = self._split
         self.alike = 0
         self.handle = model.register_forward_pre_hook(self._before, with_kwargs=True)
 
@@ -83,20 +102,33 @@ class Relations:
         if not torch.is_grad_enabled() or self.sends_nothing:
             return
         self.forwards += 1
+        if self.sequences is not None:
+            self.sequences.expect_split()
         if self.sequence:
             self._check_windows(tensors_in((args, kwargs)))
         own = digest(tensors_in((args, kwargs)))
         if self.axes.tp > 1:
-            sums = torch.stack([own, own * own]).to(self.whole.device_type)
-            all_reduce_over(sums, self.whole.get_group("tp"), dist.ReduceOp.SUM, "the inputs along tp")
-            if sums.device.type == "cpu":
-                self._compare(sums, "this forward")
-            else:
-                before, self.sent = self.sent, sums
-                if before is not None:
-                    self._compare(before, "the forward before this one")
+            self._sum_over("tp", own)
         if self.forwards <= _DATA_FORWARDS and self.axes.shares > 1:
             self._look_at_data(own)
+
+    def _split(self, whole: Iterable[Any]) -> None:
+        """A batch is about to be cut over `cp`."""
+        tensors = [one for one in whole if isinstance(one, Tensor)]
+        if not self.sends_nothing and any(one.device.type != "cpu" for one in tensors):
+            self._sum_over("cp", digest(tensors))
+
+    def _sum_over(self, axis: str, own: Tensor) -> None:
+        """Send the digest of inputs over `axis`, and compare: on a device that of the last forward, without a wait."""
+        sums = torch.stack([own, own * own]).to(self.whole.device_type)
+        all_reduce_over(sums, self.whole.get_group(axis), dist.ReduceOp.SUM, f"the inputs along {axis}")
+        if sums.device.type == "cpu":
+            self._compare(axis, sums, "this forward")
+            return
+        before = self.sent.get(axis)
+        self.sent[axis] = sums
+        if before is not None:
+            self._compare(axis, before, "the forward before this one")
 
     def _check_windows(self, tensors: Iterable[Tensor]) -> None:
         for tensor in tensors:
@@ -107,13 +139,14 @@ class Relations:
                     f"{tensor.shape[1]} tokens; pad them, or take {nearest}"
                 )
 
-    def _compare(self, sums: Tensor, when: str) -> None:
+    def _compare(self, axis: str, sums: Tensor, when: str) -> None:
         total, squares = sums.tolist()
-        if self.axes.tp * squares != total * total:
+        if getattr(self.axes, axis) * squares != total * total:
             rank = self.whole.get_rank()
-            ranks = ", ".join(map(str, self.axes.group(rank, "tp")))
+            ranks = ", ".join(map(str, self.axes.group(rank, axis)))
+            alike, shared = _ALIKE[axis]
             raise RuntimeError(
-                f"tp: expected the ranks {ranks} to give the model the same inputs, because they share each layer, "
+                f"{axis}: expected the ranks {ranks} to {alike}, because they share {shared}, "
                 f"found different ones in {when}; let ranks take their data by the position on the other axes "
                 f"(prepared.share), and seed what is random in it alike"
             )

@@ -27,6 +27,8 @@ from fullshard.migrate.parallelism import DEGREES, ModelShape
 from fullshard.train import former_keys
 
 AUTO = "auto"
+# The axes that the trainer has beside data parallelism.
+_AXES = ("tensor_parallel_degree", "context_parallel_degree")
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,16 +194,17 @@ class Config:
     def _check_axes(self) -> None:
         keys = self.sharding.parallelism
         for name in DEGREES:
-            if name != "tensor_parallel_degree" and getattr(keys, name, 1) != 1:
-                problem = "the trainer has tensor and sequence parallelism beside data parallelism, and no other axis"
+            if name not in _AXES and getattr(keys, name, 1) != 1:
+                problem = "the trainer has data, tensor, sequence and context parallelism, and no other axis"
                 raise invalid(f"sharding.parallelism.{name}", getattr(keys, name), problem, "1")
-        if keys.tensor_parallel_degree == 1:
+        if not keys.beyond_data:
             return
         if keys.enable_loss_parallel and self.model.tie_embeddings:
             problem = "a tied embedding stays whole; set model.tie_embeddings = false"
             raise invalid("sharding.parallelism.enable_loss_parallel", True, problem, "false")
         if self.training.micro_batch == AUTO:
-            problem = "ranks that share layers wait for the one that is out of memory; give a number"
+            shared = "layers" if keys.tensor_parallel_degree > 1 else "sequences"
+            problem = f"ranks that share {shared} wait for the one that is out of memory; give a number"
             raise invalid("training.micro_batch", AUTO, problem, "4")
 
     @property
@@ -218,7 +221,7 @@ class Config:
         if not self.sharding.parallelism.beyond_data:
             return Axes(dp_replicate=copies, dp_shard=shard)
         plan = self.sharding.parallel
-        if plan.enable_sequence_parallel == AUTO:
+        if plan.enable_sequence_parallel == AUTO and plan.tensor_parallel_degree > 1:
             plan = replace(plan, enable_sequence_parallel=True)
         return plan.on(world, self.shape)
 

@@ -91,7 +91,7 @@ def _rows(config: ShardingConfig) -> Iterator[_Row]:
     for key, value in _changed(config, "parallelism"):
         if key == "parallelism.styles":
             yield _Row(key, dict(value), LOSSY, {}, "names of another model; the trainer's has styles of its own")
-        elif key.endswith("_degree") and key != "parallelism.tensor_parallel_degree":
+        elif key.endswith("_degree") and not key.startswith(("parallelism.tensor_", "parallelism.context_")):
             yield _Row(key, value, LOSSY, {}, "the trainer has no such axis")
         elif key == "parallelism.enable_loss_parallel":
             reason = "the embedding is tied unless model.tie_embeddings = false, and stays whole; the loss is the same"

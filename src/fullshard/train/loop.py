@@ -272,19 +272,33 @@ class Trainer:
         inputs, targets = windows(self.train_tokens, own, self.config.training.sequence_length)
         # The reduction averages over shares, so each weighs its tokens by their number: the result is the mean over the
         # global batch, exact for powers of two.
-        weight = self.world.shares / (len(starts) * inputs.shape[1])
+        weight = self.world.averaged / (len(starts) * inputs.shape[1])
 
-        def loss_of(piece: slice) -> tuple[Tensor, float]:
-            losses = self._losses(inputs[piece], targets[piece])
-            return losses.sum() * weight, float(losses.detach().double().sum())
+        def loss_of(piece: slice) -> tuple[Tensor, tuple[float, float]]:
+            parts = self._parts(inputs[piece], targets[piece])
+            losses = self._losses(*parts)
+            return losses.sum() * weight, (float(losses.detach().double().sum()), self._nbytes(parts[1]))
 
-        with loss_parallel() if self.config.sharding.parallelism.enable_loss_parallel else nullcontext():
-            nats = sum(of_piece for _, of_piece in self.micro.backward(loss_of, self.share))
-        return nats, float(self.token_nbytes[targets].sum())
+        loss_context = loss_parallel() if self.config.sharding.parallelism.enable_loss_parallel else nullcontext()
+        with loss_context, self.world.sequences or nullcontext():
+            found = [figures for _, figures in self.micro.backward(loss_of, self.share)]
+        return sum(nats for nats, _ in found), sum(nbytes for _, nbytes in found)
 
-    def _losses(self, inputs: Tensor, targets: Tensor) -> Tensor:
+    def _parts(self, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """The part of some sequences that this process computes: its tokens, their targets and positions."""
+        cp = self.world.sequences
+        if cp is None:
+            return inputs, targets, None
+        inputs, targets = cp.split((inputs, targets))
+        return inputs, targets, cp.positions(self.config.training.sequence_length, self.world.device)
+
+    def _nbytes(self, targets: Tensor) -> float:
+        return float(self.token_nbytes[targets].sum())
+
+    def _losses(self, inputs: Tensor, targets: Tensor, positions: Tensor | None = None) -> Tensor:
         """Cross entropy of each token in nats, (B*T,) float32; 0 where the target is padding."""
-        logits = self.model(inputs.to(self.world.device))
+        inputs = inputs.to(self.world.device)
+        logits = self.model(inputs) if positions is None else self.model(inputs, positions)
         if isinstance(logits, DTensor) and not torch.is_grad_enabled():
             logits = logits.full_tensor()
         flat = targets.to(self.world.device).reshape(-1)
@@ -300,13 +314,15 @@ class Trainer:
         inputs, targets = (F.pad(x, (0, 0, 0, filling), value=self.pad) for x in (inputs, targets))
         share = len(inputs) // self.world.shares
         own = slice(self.world.share * share, (self.world.share + 1) * share)
-        nats = 0.0
-        for first in range(own.start, own.stop, self.micro_batch):
-            piece = slice(first, min(first + self.micro_batch, own.stop))
-            nats += float(self._losses(inputs[piece], targets[piece]).double().sum())
+        figures = [0.0, 0.0, 0.0]
+        with self.world.sequences or nullcontext():
+            for first in range(own.start, own.stop, self.micro_batch):
+                piece = slice(first, min(first + self.micro_batch, own.stop))
+                parts = self._parts(inputs[piece], targets[piece])
+                counted = parts[1][parts[1] != self.pad]
+                more = float(self._losses(*parts).double().sum()), float(len(counted)), self._nbytes(counted)
+                figures = [figure + one for figure, one in zip(figures, more, strict=True)]
         # The root keeps its full parameters after forward for a backward, which does not follow here.
         as_fsdp(self.model).reshard()
-        counted = targets[own][targets[own] != self.pad]
-        figures = [nats, float(len(counted)), float(self.token_nbytes[counted].sum())]
         sums = self.world.total(self.world.counted(figures))
         return Loss(sums[0], round(sums[1]), round(sums[2]))

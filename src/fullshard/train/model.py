@@ -36,6 +36,7 @@ from fullshard import (
 from fullshard.migrate.config import PrecisionKeys
 from fullshard.migrate.parallelism import ModelShape
 from fullshard.migrate.relations import Relations
+from fullshard.migrate.sequences import ContextParallel
 from fullshard.migrate.tensor_parallel import Replaced, apply_styles, divide, shape_for
 from fullshard.migrate.tree import Tree
 from fullshard.train.config import Config, OptimizerKeys
@@ -151,7 +152,7 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:  # (B, T, D) -> (B, T, D)
         normed = self.attention_norm(x)
-        x = x + (self.attention(normed) if positions is None else self.attention(normed, positions))
+        x = x + (self.attention(normed) if positions is None else self.attention(normed, positions=positions))
         x = x + self.ffn(self.ffn_norm(x))
         return x
 
@@ -174,7 +175,7 @@ class Llama(nn.Module):
     def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
         x = self.embedding(tokens)
         for block in self.layers:
-            x = block(x) if positions is None else block(x, positions)
+            x = block(x) if positions is None else block(x, positions=positions)
         x = self.norm(x)
         # Tied: the module that owns the weight uses it twice, so no two modules share a parameter.
         return F.linear(x, self.embedding.weight) if self.output is None else self.output(x)
@@ -266,13 +267,22 @@ def llama_shape(config: Config, vocab: int) -> LlamaShape:
 
 
 def sharded_model(
-    config: Config, vocab: int, mesh: DeviceMesh, device: torch.device, whole: DeviceMesh | None = None
+    config: Config,
+    vocab: int,
+    mesh: DeviceMesh,
+    device: torch.device,
+    whole: DeviceMesh | None = None,
+    sequences: ContextParallel | None = None,
 ) -> Llama:
     """The model with its initial values, sharded over `mesh`. The values depend on training.seed, not on the mesh.
-    `whole`: the mesh with all axes; its layers are divided over `tp` first."""
+    `whole`: the mesh with all axes; its layers are divided over `tp` first. `sequences`: cuts what it gets over `cp`.
+    """
     with torch.device("meta"):
         model = Llama(llama_shape(config, vocab))
-    sequence = whole is not None and _divide(model, config, whole)
+    sequence = whole is not None and config.sharding.parallelism.tensor_parallel_degree > 1
+    if sequence:
+        assert whole is not None
+        sequence = _divide(model, config, whole)
     keys, policy = config.sharding.sharding, precision_policy(config.sharding.precision)
     activations = config.sharding.activation_checkpointing
     if activations.at != "none":
@@ -299,7 +309,7 @@ def sharded_model(
             setattr(module, name, buffer.to(device))
     model.init_weights(config.training.seed)
     if whole is not None:
-        Relations(model, config.axes(whole.size()), whole, sequence=sequence)
+        Relations(model, config.axes(whole.size()), whole, sequence=sequence, sequences=sequences)
     return model
 
 

@@ -28,6 +28,7 @@ from torch.distributed.tensor import DTensor, Partial
 
 from fullshard.migrate.axes import Axes
 from fullshard.migrate.meshes import build_meshes
+from fullshard.migrate.sequences import ContextParallel, sequences_of
 from fullshard.train.config import Config, invalid
 
 # Set by the launcher: the file through which its processes meet, its process id, and the run folder, already created.
@@ -57,7 +58,8 @@ def threads_per_process(config: Config, local_processes: int) -> int:
 
 
 class World(NamedTuple):
-    """The processes of a run, as seen by one of them. `axes`: None where each process has data of its own."""
+    """The processes of a run, as seen by one of them. `axes`: None where each process has data of its own. `sequences`:
+    cuts batches over `cp`; None without that axis."""
 
     rank: int
     size: int
@@ -67,6 +69,7 @@ class World(NamedTuple):
     axes: Axes | None = None
     whole: DeviceMesh | None = None  # with all axes; None for `mesh`
     flat: DeviceMesh | None = None  # beside `whole`: all processes as one axis, for one message where that has several
+    sequences: ContextParallel | None = None
 
     @property
     def share(self) -> int:
@@ -77,9 +80,15 @@ class World(NamedTuple):
     def shares(self) -> int:
         return self.size if self.axes is None else self.axes.shares
 
+    @property
+    def averaged(self) -> int:
+        """The number of processes over which gradients are averaged."""
+        return self.size if self.axes is None else self.axes.averaged
+
     def counted(self, values: list[float]) -> list[float]:
-        """`values` of a share of a batch, on one of the processes that have it; zeros on the others."""
-        first = self.axes is None or self.axes.group(self.rank, "pp", "cp", "tp")[0] == self.rank
+        """`values` of a share of a batch, or of parts of its sequences, on one of the processes that have these; zeros
+        on the others."""
+        first = self.axes is None or self.axes.group(self.rank, "pp", "tp")[0] == self.rank
         return values if first else [0.0] * len(values)
 
     def total(self, values: list[float]) -> list[float]:
@@ -143,7 +152,10 @@ def world_of(config: Config, rank: int, size: int, device: torch.device, store: 
         return World(rank, size, device, data_parallel_mesh(config, device.type, size), store)
     axes = config.axes(size)
     whole, mesh = build_meshes(axes, device.type)
-    return World(rank, size, device, mesh, store, axes, whole, init_device_mesh(device.type, (size,)))
+    sequences = None
+    if axes.cp > 1:
+        sequences = sequences_of(axes, whole, mesh, config.sharding.parallelism.context_parallel_variant)
+    return World(rank, size, device, mesh, store, axes, whole, init_device_mesh(device.type, (size,)), sequences)
 
 
 def data_parallel_mesh(config: Config, kind: str, size: int) -> DeviceMesh:

@@ -29,7 +29,7 @@ def train(config: Config, world: World, run_dir: Path) -> None:
     world.agree("SHA-256 of the corpus", corpus.sha256)
     tokenizer = _tokenizer(config, world, corpus, run_dir)
     split = data.tokenize(corpus, tokenizer, config.data.validation_fraction)
-    model = sharded_model(config, tokenizer.vocab, world.mesh, world.device, world.whole)
+    model = sharded_model(config, tokenizer.vocab, world.mesh, world.device, world.whole, world.sequences)
     optimizer = adamw(model.parameters(), config.optimizer)
     trainer = Trainer(config, world, model, optimizer, split, tokenizer)
     found = report(model, optimizer)
