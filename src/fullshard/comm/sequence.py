@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..layout import SequenceSplit
 from ..peers import RanksDisagree, shown_ranks
-from .data_group import Work
+from .data_group import Line, Work, open_data_group
 from .exchange import Ranks, ranks_of, texts_of
 from .messages import alone
 
@@ -36,12 +36,25 @@ class SequenceLine:
             return
         process_group = mesh.get_group(0)
         self.rank, self.world = process_group.rank(), process_group.size()
-        self._ranks = ranks_of(process_group, _device_of(mesh), _PURPOSE)
+        ranks = ranks_of(process_group, _device_of(mesh), _PURPOSE)
+        texts, pairs = ranks.texts, ranks.pairs
+        if pairs is not None and pairs is texts.line and pairs.data_group is not None:
+            # Comparisons have connections of their own. So a rank that compares and one that exchanges parts wait for
+            # two messages, each of which the other has not sent: that is seen. On one line it would be one message.
+            facts = open_data_group(pairs.data_group.scope, process_group, ranks.device, "gloo", f"{_PURPOSE} facts")
+            texts = texts._replace(line=Line(process_group, facts))
+        self._ranks = ranks._replace(texts=texts)
 
     def together(self, what: str) -> AbstractContextManager[None]:
         """All ranks do `what` inside. If one raises, all raise, those too that only begin; then they meet first."""
         self._ranks.texts.refuse_failure(what)
         return self._ranks.texts.together(what)
+
+    def at(self, place: str) -> None:
+        """Note where this rank is, for the error of ranks that wait for each other."""
+        line = self._ranks.texts.line
+        if line is not None and line.data_group is not None:
+            line.data_group.scope.doing = place
 
     def compare(self, what: str, facts: str) -> None:
         """Raise `RanksDisagree` on all ranks unless all have the same `facts`: one message of 16 bytes. Collective."""

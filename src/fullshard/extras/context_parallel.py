@@ -137,6 +137,8 @@ class ContextParallel:
         # The kinds of calls that the ranks compared since the context was entered, or the last batch was split.
         self._compared: set[str] = set()
         self._entered: ExitStack | None = None
+        # Calls of attention since then.
+        self._attended = 0
         means = self._cross_entropy if token_means else None
         self._calls = AttentionCalls(self._attend, lambda: self._batch.padded // split.degree, means)
 
@@ -183,6 +185,7 @@ class ContextParallel:
             if self.mesh is not None:
                 stack.enter_context(self._calls)
             self._compared.clear()
+            self._attended = 0
             self._entered = stack.pop_all()
         return self
 
@@ -192,7 +195,15 @@ class ContextParallel:
         stack, self._entered = self._entered, None
         assert stack is not None
         self._batch = Batch(number=self._batch.number)
-        stack.__exit__(kind, error, trace)
+        if kind is not None:
+            stack.__exit__(kind, error, trace)
+            return
+        with stack:
+            # A rank that calls attention once more waits for the others, which have to be here still.
+            if self.degree > 1:
+                end = f"the end of the context, after {self._attended} calls of attention"
+                self._line.at(f"{_WHAT}, {end}")
+                self._line.compare(_WHAT, end)
 
     # ---- batches -------------------------------------------------------------------------------------------
 
@@ -434,6 +445,8 @@ class ContextParallel:
             f"{variant}{'' if self._split.balanced else ' without load_balance'}, {', '.join(shapes)}"
             f"{', causal' if call.is_causal else ''}, batch {self._batch.digest or '?'}"
         )
+        self._attended += 1
+        self._line.at(f"{_WHAT}, call {self._attended} of attention, {said}")
         if said not in self._compared:
             if self.degree > 1:
                 self._line.compare(_WHAT, said)
