@@ -91,6 +91,7 @@ HOOKS_ALLOWED = {
     "agree/recovery.py": "counts what is loaded after a device lost a model",
     "compat/fsdp1.py": "names of a state dict that is loaded, through a wrapper that is one level more",
     "extras/replay.py": "checksums of gradients before an optimizer's step, while a step is recorded",
+    "migrate/pipeline_stages.py": "sees what comes into a stage of a pipeline, and what goes out",
     "migrate/relations.py": "compares what ranks give to a model, before its forward",
     "verify/weights.py": "for the cause of a difference: sees gradients of each rank independently of the engine",
 }

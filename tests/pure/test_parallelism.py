@@ -131,7 +131,7 @@ SHAPE = ModelShape(heads=12, kv_heads=6, feed_forward=96, vocabulary=96, sequenc
             8,
             "expert_tensor_parallel_degree = 3: expected 1, or the tensor_parallel_degree of 2",
         ),
-        ({"pipeline_parallel_degree": 8}, 8, "pipeline_parallel_degree = 8: expected at most the 4 layers"),
+        ({"pipeline_parallel_degree": 8}, 8, "pipeline_parallel_degree = 8: expected a layer for each stage, found 4"),
     ],
 )
 def test_a_plan_that_is_not_legal_is_one_line_with_the_nearest(plan: dict[str, int], world: int, said: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import sys
 from collections import OrderedDict
@@ -108,6 +109,17 @@ def buffers_of(module: nn.Module) -> dict[str, Tensor | None]:
 def children_of(module: nn.Module) -> dict[str, nn.Module | None]:
     """The module's own dict of children (not a copy), in which one module may have two names."""
     return module._modules
+
+
+def copied_around(module: nn.Module, children: dict[str, nn.Module | None]) -> nn.Module:
+    """A module like `module`, with other children and tables of its own; its attributes, parameters and buffers are the
+    same objects."""
+    made = copy.copy(module)
+    for name, value in vars(module).items():
+        if type(value) in (dict, OrderedDict, set):
+            vars(made)[name] = copy.copy(value)
+    made._modules = children
+    return made
 
 
 def calling_stage(module: nn.Module) -> dist.ProcessGroup | None:

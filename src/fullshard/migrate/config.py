@@ -68,7 +68,8 @@ class ShardingKeys:
     )
     reshard_after_forward: bool | int | str = setting(
         DEFAULT,
-        'free full parameters after forward: "default" = all but the root\'s; true or "always"; false or "never"; a '
+        'free full parameters after forward: "default" = all but the root\'s, in a pipeline none; true or "always"; '
+        'false or "never"; a '
         "number k = keep 1/k, gathered again among k ranks",
         words=(DEFAULT, ALWAYS, NEVER),
         least=2,

@@ -17,6 +17,7 @@ from typing import Any
 
 from ..keys import ConfigError, checked, invalid, setting
 from .axes import Axes
+from .schedules import SCHEDULES, find_schedule, parts_of, stages_per_rank
 from .styles import Style
 
 AUTO = "auto"
@@ -68,6 +69,27 @@ class ParallelismKeys:
         "a table of names of modules, in which `*` stands for a part of a name, and how each is divided: column, row, "
         "sequence, replicated, keep; before those of the model itself",
     )
+    pipeline_parallel_schedule: str = setting("1F1B", f"the order of micro-batches: {', '.join(SCHEDULES)}")
+    pipeline_parallel_microbatch_size: int = setting(
+        0, "samples of a rank in one micro-batch of a pipeline; 0 = by their number", least=0
+    )
+    pipeline_parallel_num_microbatches: int = setting(
+        0, "micro-batches of a step of a pipeline; 0 = by their size, or as many as there are stages", least=0
+    )
+    pipeline_parallel_stages_per_rank: int = setting(
+        0, "stages that each rank has; 0 = one, or two where the schedule has several", least=0
+    )
+    module_fqns_per_model_part: tuple[tuple[str, ...], ...] = setting(
+        (), "names of the modules of each stage; empty = balanced by counted parameters"
+    )
+
+    @property
+    def num_stages(self) -> int:
+        """The stages of a pipeline; 1 without."""
+        if self.pipeline_parallel_degree == 1:
+            return 1
+        each = stages_per_rank(find_schedule(self.pipeline_parallel_schedule), self.pipeline_parallel_stages_per_rank)
+        return each * self.pipeline_parallel_degree
 
     @property
     def beyond_data(self) -> bool:
@@ -123,8 +145,10 @@ class Parallelism(ParallelismKeys):
         styles: Any = self.styles
         pairs = styles.items() if isinstance(styles, Mapping) else styles
         object.__setattr__(self, "styles", tuple((str(name), str(style)) for name, style in pairs))
+        object.__setattr__(self, "module_fqns_per_model_part", parts_of(self.module_fqns_per_model_part))
+        object.__setattr__(self, "pipeline_parallel_schedule", find_schedule(self.pipeline_parallel_schedule).name)
         for key in fields(ParallelismKeys):
-            if key.name != "styles":
+            if key.name not in ("styles", "module_fqns_per_model_part"):
                 checked(f"parallelism.{key.name}", key, getattr(self, key.name))
         for name in ("data_parallel_replicate_degree", "data_parallel_shard_degree"):
             degree = getattr(self, name)
@@ -180,8 +204,11 @@ class Parallelism(ParallelismKeys):
         if room % axes.ep:
             what = "dp_shard, cp and tp" if axes.etp == 1 else "dp_shard and cp"
             yield f"parallelism.expert_parallel_degree = {axes.ep}: must divide the {room} ranks of {what}"
-        if shape.layers and axes.pp > shape.layers:
-            yield f"parallelism.pipeline_parallel_degree = {axes.pp}: expected at most the {shape.layers} layers"
+        stages = axes.pp * self.num_stages // self.pipeline_parallel_degree
+        if shape.layers and axes.pp > 1 and stages > shape.layers:
+            each = f" of {stages // axes.pp} stages on each rank" if stages > axes.pp else ""
+            problem = f"expected a layer for each stage, found {shape.layers} layers"
+            yield f"parallelism.pipeline_parallel_degree = {axes.pp}{each}: {problem}"
         for name, what, number, parts in self._divided(axes, shape):
             if number and number % parts:
                 yield f"parallelism.{name} = {getattr(axes, DEGREES[name])}: must divide the {what}, {number}" + (
@@ -236,6 +263,7 @@ class Parallelism(ParallelismKeys):
 
 def check_keys(keys: ParallelismKeys) -> None:
     """Rules between keys that need no number of ranks. Raises `ConfigError`."""
+    _check_pipeline(keys)
     for pattern, style in keys.styles:
         Style.read(style, f'parallelism.styles["{pattern}"]')
     if keys.context_parallel_degree == 1 and keys.context_parallel_variant != AUTO:
@@ -250,6 +278,33 @@ def check_keys(keys: ParallelismKeys) -> None:
         if keys.styles:
             problem = "have no effect with tensor_parallel_degree = 1; leave them out, or set it"
             raise ConfigError(f"parallelism.styles: {problem}; nearest valid: tensor_parallel_degree = 2")
+
+
+def _check_pipeline(keys: ParallelismKeys) -> None:
+    schedule = find_schedule(keys.pipeline_parallel_schedule)
+    number, size = keys.pipeline_parallel_num_microbatches, keys.pipeline_parallel_microbatch_size
+    degree, default = keys.pipeline_parallel_degree, ParallelismKeys()
+    names = ("schedule", "microbatch_size", "num_microbatches", "stages_per_rank")
+    for name in (*(f"pipeline_parallel_{each}" for each in names), "module_fqns_per_model_part"):
+        if degree == 1 and getattr(keys, name) != getattr(default, name):
+            problem = "has no effect with pipeline_parallel_degree = 1"
+            raise invalid(f"parallelism.{name}", getattr(keys, name), problem, "pipeline_parallel_degree = 2")
+    if degree == 1:
+        return
+    if number and size:
+        problem = f"expected it or pipeline_parallel_num_microbatches = {number}, found both; leave one out"
+        raise invalid("parallelism.pipeline_parallel_microbatch_size", size, problem, "0")
+    stages = keys.num_stages
+    if number and (problem := schedule.problem(number, degree, stages)):
+        nearest = min((n for n in range(1, 2 * number + 2 * stages) if not schedule.problem(n, degree, stages)),
+                      key=lambda n: (abs(n - number), n))  # fmt: skip
+        raise invalid("parallelism.pipeline_parallel_num_microbatches", number, problem, str(nearest))
+    parts = keys.module_fqns_per_model_part
+    if parts and len(parts) != stages:
+        raise ConfigError(
+            f"parallelism.module_fqns_per_model_part: expected a list for each of the {stages} stages "
+            f"({degree} ranks with {stages // degree} each), found {len(parts)}; nearest valid: {stages} lists"
+        )
 
 
 def refuse_async(value: object) -> None:

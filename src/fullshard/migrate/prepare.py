@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.parallel import loss_parallel
 
@@ -22,6 +22,7 @@ from ..api.validate import resolve_mesh
 from ..engine.names import clean_name
 from ..engine.root import module_units
 from ..extras import MicroBatches
+from ..extras.pipeline import LossFn, Pipeline, whole_loss
 from ..keys import ConfigError
 from ..observe import report
 from ..observe.report import human
@@ -29,13 +30,22 @@ from ..policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from ..policy.arguments import expect, expect_callable, expect_flag, expect_module, expect_optimizers
 from ..policy.casting import Chosen as CastFn
 from ..policy.casting import check_cast_inputs, check_known_names
-from ..program import BATCH_NORM, OwnDtype, modules_of
 from .activations import checkpoint_activations
 from .axes import Axes
 from .config import AUTO, DEFAULT, Override, ShardingConfig
 from .initialise import Init, fill, send_values, source_of
+from .kept import kept_modules, kept_names, policy_that_keeps
 from .meshes import Meshes, build_meshes, check_mesh
 from .parallelism import Parallelism
+from .pipeline import (
+    check_reshard,
+    keep_parameters,
+    make_pipeline,
+    own_plans,
+    pipeline_of,
+    send_chain,
+)
+from .pipeline_stages import keep_stages
 from .reading import read_config
 from .relations import Relations
 from .sequences import ContextParallel, sequences_of
@@ -75,6 +85,8 @@ class Prepared:
     sharded parameters. micro_batches: the `MicroBatches` of the configuration, None for whole batches.
     axes: the axes of the parallelism, division: the style of each module, whole: the mesh of all axes.
     sequences: what `context` returns.
+    pipeline: the stages of this rank with their schedule, None without; `model` then has their modules alone, under the
+    names of the whole model. loss_fn: what `step` and `evaluate` call with outputs and targets.
     """
 
     model: nn.Module
@@ -92,10 +104,41 @@ class Prepared:
     division: Division
     whole: DeviceMesh
     sequences: ContextParallel
+    pipeline: Pipeline | None = None
+    loss_fn: LossFn | None = None
+
+    def step(self, *args: Any, target: Tensor, **kwargs: Any) -> Tensor:
+        """Forward, `loss_fn` and backward of this rank's share of a batch; returns the loss, (), without a gradient.
+
+        By the schedule of the pipeline (`Pipeline.step`, which has what it raises); without one, of the whole share at
+        once. `loss_fn` takes the mean over samples. The optimizer's step is the caller's.
+        """
+        if self.pipeline is not None:
+            return self.pipeline.step(*args, target=target, **kwargs)
+        with self.loss_context():
+            loss = self._loss(args, kwargs, target)
+            loss.backward()
+        return whole_loss(loss)
+
+    @torch.no_grad()
+    def evaluate(self, *args: Any, target: Tensor, **kwargs: Any) -> Tensor:
+        """The loss of this rank's share of a batch without gradients, the same on all ranks of a pipeline."""
+        if self.pipeline is not None:
+            return self.pipeline.evaluate(*args, target=target, **kwargs)
+        with self.loss_context():
+            return whole_loss(self._loss(args, kwargs, target))
+
+    def _loss(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Tensor) -> Tensor:
+        if self.loss_fn is None:
+            raise ValueError(
+                "loss_fn: expected a function of (output, target), found none; pass it to prepare_fully_shard"
+            )
+        output = self.model(*args, **kwargs)
+        return self.loss_fn(getattr(output, "logits", output), target)
 
     @property
     def share(self) -> tuple[int, int]:
-        """Returns which share of each batch this rank gets, and how many there are: along `tp` and `cp` the same."""
+        """Returns which share of each batch this rank gets, and how many there are: along other axes the same."""
         return self.axes.share(self.whole.mesh.flatten().tolist().index(self.whole.get_rank()))
 
     def context(self) -> ContextParallel:
@@ -120,7 +163,11 @@ class Prepared:
         """The model's state dict in the form that `config.state_dict` asks for. Collective for "full", which gathers
         one tensor after the other; with `rank0_only` the other ranks get {}."""
         keys = self.config.state_dict
-        keep = not keys.rank0_only or self.mesh.get_rank() == self.whole.mesh.flatten()[0]
+        ranks = self.whole.mesh.flatten().tolist()
+        place = ranks.index(self.whole.get_rank())
+        # Of a pipeline the first rank of each stage, which has other tensors.
+        others = ("dp_replicate", "dp_shard", "cp", "tp")
+        keep = not keys.rank0_only or self.axes.group(place, *others)[0] == place
         full, state = keys.kind == "full", self.model.state_dict()
         return in_form(state, full=full, offload_to_cpu=keys.offload_to_cpu, keep=keep)
 
@@ -136,6 +183,8 @@ class Prepared:
         lines.append(f"mesh: {sizes} {self.mesh.device_type}; values: {self.source}")
         if self.config.parallelism.beyond_data:
             lines += self.axes.lines()
+        if self.pipeline is not None:
+            lines += self.pipeline.told
         if self.division.styles:
             lines += ["layers:", *(f"  {line}" for line in self.division.lines())]
         if self.kept:
@@ -179,6 +228,7 @@ def prepare_fully_shard(
     wrap_fn: WrapFn | None = None,
     init: Init | None = None,
     cast_fn: CastFn | None = None,
+    loss_fn: LossFn | None = None,
     show: bool = True,
 ) -> Prepared:
     """Shard a whole model as `config` says: units, ties, precision, offload, initial values, activations, optimizers.
@@ -199,6 +249,8 @@ def prepare_fully_shard(
     init: initialises a module's own tensors, for models on the meta device (`materialize`).
     cast_fn: (name of an argument, tensor) -> whether it is cast to the compute dtype, for the units whose inputs
         `precision.cast_inputs` lets be cast; for names alone, write them there.
+    loss_fn: (output, target) -> the mean loss of samples, (), for `Prepared.step`; a pipeline needs it
+        (docs/how-to/pipeline-parallelism.md).
     show: the first rank prints the table of units.
 
     Everything that can be decided is decided and checked before the model is changed: units, ties, degrees, overrides,
@@ -213,6 +265,7 @@ def prepare_fully_shard(
     expect_callable("init", init, "a function of a module", or_none=True)
     expect_callable("cast_fn", cast_fn, "a function of (name of an argument, tensor)", or_none=True)
     expect_callable("wrap_fn", wrap_fn, "a function of (name, module)", or_none=True)
+    expect_callable("loss_fn", loss_fn, "a function of (output, target)", or_none=True)
     expect("mesh", mesh is None or isinstance(mesh, DeviceMesh), "a DeviceMesh or None", mesh, "use init_device_mesh")
     optimizers = () if optimizer is None else tuple(expect_optimizers("optimizer", optimizer))
     config = read_config(config)
@@ -226,6 +279,7 @@ def prepare_fully_shard(
     ignored = _ignored(tree, config.wrap.ignored)
     _refuse_strangers(model, optimizers)
     axes, division, (whole, mesh) = _parallel(tree, config, mesh)
+    split = pipeline_of(tree, config, axes, whole, plans)
     masters = _masters(model, config.precision.master, ignored)
     arguments = {plan.name: _arguments(plan, config, overrides[plan.name], mesh, ignored) for plan in plans}
     for plan in plans if cast_fn is not None else ():
@@ -233,9 +287,11 @@ def prepare_fully_shard(
         if policy.cast_forward_inputs is True and "mp_policy" not in plan.arguments:
             arguments[plan.name]["mp_policy"] = replace(policy, cast_forward_inputs=cast_fn)
     _check_cast_inputs(tree, arguments, {plan.name: plan.modules for plan in plans})
-    kept = _kept(tree, plans, arguments, config.precision.keep_float32, masters)
+    kept = kept_modules(tree, plans, arguments, config.precision.keep_float32, masters)
     for plan in plans:
-        arguments[plan.name] |= _policy_that_keeps(arguments[plan.name]["mp_policy"], kept[plan.name])
+        arguments[plan.name] |= policy_that_keeps(arguments[plan.name]["mp_policy"], kept[plan.name])
+    if split is not None:
+        check_reshard(split, {name: given.get("reshard_after_forward") for name, given in arguments.items()})
     everyone = mesh if whole is mesh else resolve_mesh(None)
     source = source_of(model, config.initialisation, everyone)
 
@@ -244,32 +300,48 @@ def prepare_fully_shard(
     checkpointed = _checkpoint(model, tree, plans, config)
     units = {tree.modules[name] for plan in plans for name in plan.modules}
     divided, replaced = _divided_in(tree, plans, division), Replaced()
+    names_kept = kept_names(tree, plans, kept)
+    stages = {0: model}
+    if split is not None:
+        if source in ("cpu", "mixed"):
+            send_chain(tree, split, everyone)
+        stages = keep_stages(model, split.chain, {number: split.parts[number] for number in split.own})
+        plans = own_plans(split, plans, arguments, divided)
+        for one in optimizers:
+            keep_parameters(one, model)
     for plan in plans:
         modules = [tree.modules[name] for name in plan.modules]
-        if source in ("cpu", "mixed"):
+        if source in ("cpu", "mixed") and split is None:
             send_values(tree, plan.modules, everyone, units - {*modules})
         apply_styles(tree, division, divided[plan.name], whole["tp"] if division.styles else whole, replaced)
         if ignored:
             successors = replaced.successors()
             arguments[plan.name]["ignored_params"] = {successors.get(id(p), p) for p in ignored}
-        fully_shard(modules[0] if len(modules) == 1 else modules, **arguments[plan.name])
-    uninitialised = fill(model, source, config.initialisation, init, progress=show)
+        for unit in [[stage] for stage in stages.values()] if plan == ROOT else [modules]:
+            fully_shard(unit[0] if len(unit) == 1 else unit, **arguments[plan.name])
+    together = model if len(stages) == 1 else nn.ModuleList(stages.values())
+    uninitialised = fill(together, source, config.initialisation, init, progress=show)
     for one in optimizers:
         replaced.rebind(one)
-        rebind_optimizer(one, model)
+        rebind_optimizer(one, together)
     sequences = sequences_of(axes, whole, mesh, config.parallelism.context_parallel_variant)
-    if config.parallelism.beyond_data:
+    pipeline = None
+    if split is not None:
+        relations = Relations(None, axes, whole, sequence=division.sequence, sequences=sequences)
+        context = loss_parallel if division.head else nullcontext
+        pipeline = make_pipeline(config.parallel, split, stages, axes, whole, relations, loss_fn, context)
+    elif config.parallelism.beyond_data:
         Relations(model, axes, whole, sequence=division.sequence, sequences=sequences)
     refuse_untied(ties, model)
     prepared = Prepared(
         model,
         config,
         mesh,
-        _rows(tree, plans, arguments),
+        tuple(row for stage in stages.values() for row in _rows(Tree(stage), plans, arguments)),
         tuple(ties),
         source,
         checkpointed,
-        _kept_names(tree, plans, kept),
+        names_kept,
         uninitialised,
         optimizers,
         _micro_batches(model, config),
@@ -277,6 +349,8 @@ def prepare_fully_shard(
         division,
         whole,
         sequences,
+        pipeline,
+        loss_fn,
     )
     if show and dist.get_rank() == whole.mesh.flatten()[0]:
         print(prepared)
@@ -322,7 +396,7 @@ def _parallel(tree: Tree, config: ShardingConfig, mesh: DeviceMesh | None) -> tu
         data = _mesh(config, mesh)
         copies, shard = data.size(0) if data.ndim == 2 else 1, data.size(data.ndim - 1)
         return Axes(dp_replicate=copies, dp_shard=shard), Division({}), Meshes(data, data)
-    for name, what in (("pipeline_parallel_degree", "stages"), ("expert_parallel_degree", "experts")):
+    for name, what in (("expert_parallel_degree", "experts"),):
         if getattr(plan, name) > 1:
             raise ConfigError(
                 f"parallelism.{name} = {getattr(plan, name)}: prepare_fully_shard does not divide a model into {what} "
@@ -421,8 +495,10 @@ def _arguments(
     """The arguments of one call of `fully_shard`: the sections, then the overrides, then the function's own."""
     sharding, precision, output = config.sharding, config.precision, config.precision.output
     reshard = sharding.reshard_after_forward
-    if reshard == DEFAULT and plan.last:
-        reshard = False  # backward would gather it again at once
+    pipelined = config.parallelism.pipeline_parallel_degree > 1
+    if reshard == DEFAULT and (plan.last or pipelined):
+        # Backward would gather it again at once; a pipeline would gather it for each micro-batch.
+        reshard = False
     output = output if plan == ROOT else DEFAULT
     optional = False
     for override in overrides:
@@ -459,59 +535,6 @@ def _check_cast_inputs(
         "precision.cast_inputs",
         [(option, [tree.modules[name] for name in modules[unit]]) for unit, option in options.items()],
     )
-
-
-def _kept(
-    tree: Tree,
-    plans: Iterable[UnitPlan],
-    arguments: Mapping[str, Mapping[str, Any]],
-    names: Iterable[str],
-    masters: Mapping[nn.Parameter, torch.dtype],
-) -> dict[str, list[nn.Module]]:
-    """Returns of each unit the modules below it that compute in the dtype of their parameters, where the unit would
-    cast these. Raises `ValueError` for a name of no class of the model."""
-    for name in names:
-        if name != BATCH_NORM and not modules_of(tree.model, (name,)):
-            raise ValueError(
-                f"precision.keep_float32: expected names of classes in {class_of(tree.model)}, found {name!r}, which "
-                f"is none of them{nearest(name, tree.classes())}"
-            )
-    chosen = {below: None for module in modules_of(tree.model, names) for below in module.modules()}
-    found: dict[str, list[nn.Module]] = {}
-    for plan in plans:
-        compute = arguments[plan.name]["mp_policy"].param_dtype
-        # A tied parameter is below its unit, perhaps in an inner one.
-        below = dict.fromkeys(module for name in plan.modules for module in tree.modules[name].modules())
-        found[plan.name] = [
-            module
-            for module in below
-            if module in chosen
-            and any(_is_cast(p, masters.get(p, p.dtype), compute) for p in module.parameters(recurse=False))
-        ]
-    return found
-
-
-def _kept_names(tree: Tree, plans: Iterable[UnitPlan], kept: Mapping[str, list[nn.Module]]) -> tuple[str, ...]:
-    """Names of the modules of `kept` that are in the unit itself."""
-    unit_of = {tree.modules[name]: plan.name for plan in plans for name in plan.modules}
-    inner: dict[nn.Module, str] = {}
-    for plan in plans:  # inner ones first
-        for name in plan.modules:
-            for module in tree.modules[name].modules():
-                inner.setdefault(module, unit_of[tree.modules[name]])
-    return tuple(name for module, name in tree.names.items() if module in kept[inner[module]])
-
-
-def _is_cast(parameter: nn.Parameter, dtype: torch.dtype, compute: torch.dtype | None) -> bool:
-    return compute is not None and parameter.is_floating_point() and dtype != compute
-
-
-def _policy_that_keeps(policy: Any, modules: list[nn.Module]) -> dict[str, Any]:
-    """The changed argument, if any; a function that the user chose stays."""
-    if not modules or getattr(policy, "param_dtype_override_fn", None) is not None:
-        return {}
-    policies = {each.name: getattr(policy, each.name) for each in fields(policy)}
-    return {"mp_policy": MixedPrecisionPolicy(**{**policies, "param_dtype_override_fn": OwnDtype(modules)})}
 
 
 def _checkpoint(model: nn.Module, tree: Tree, plans: Iterable[UnitPlan], config: ShardingConfig) -> tuple[str, ...]:

@@ -17,6 +17,7 @@ from ..keys import ConfigError, checked, find_key, invalid, line, names_of, show
 from .config import ALWAYS, DEFAULT, NEVER, Override, ShardingConfig, ShardingKeys
 from .levels import find_level
 from .parallelism import Parallelism, ParallelismKeys, refuse_async
+from .schedules import find_schedule, parts_of
 
 # ---- files -----------------------------------------------------------------------------------------------------------
 
@@ -243,6 +244,10 @@ def _value(name: str, key: Field[Any], value: Any) -> Any:
         return _plan(value)
     if key.name == "styles":
         return _styles(value)
+    if key.name == "module_fqns_per_model_part":
+        return parts_of(value)
+    if key.name == "pipeline_parallel_schedule":
+        return find_schedule(value).name
     if "bfloat16" in key.metadata["choices"]:
         value = _dtype(value)
     spelled = _VALUES.get("sharding.reshard_after_forward" if key.name == "reshard_after_forward" else name, {})

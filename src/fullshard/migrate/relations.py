@@ -10,8 +10,9 @@ one message (`extras/context_parallel.py`); on a device two such numbers travel 
 
 from __future__ import annotations
 
+import hashlib
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -75,13 +76,14 @@ class Relations:
 
     def __init__(
         self,
-        model: nn.Module,
+        model: nn.Module | None,
         axes: Axes,
         whole: DeviceMesh,
         *,
         sequence: bool = False,
         sequences: ContextParallel | None = None,
     ) -> None:
+        # model: None for a pipeline, whose step calls `compare_step`.
         # sequence: whether each rank along tp has a part of the tokens between layers. sequences: what cuts them.
         self.axes, self.whole, self.sequence, self.sequences = axes, whole, sequence, sequences
         # torch's fake group, which plans and tests use, brings no sums.
@@ -92,11 +94,48 @@ class Relations:
         if sequences is not None and axes.cp > 1:
             sequences.on_split = self._split
         self.alike = 0
-        self.handle = model.register_forward_pre_hook(self._before, with_kwargs=True)
+        self.handle = None if model is None else model.register_forward_pre_hook(self._before, with_kwargs=True)
 
     def remove(self) -> None:
         """End the comparisons."""
-        self.handle.remove()
+        if self.handle is not None:
+            self.handle.remove()
+
+    def compare_step(self, tensors: Sequence[Tensor], doing: str, problem: str) -> None:
+        """Compare along `pp` and `tp` what a step of a pipeline begins with, and raise on all ranks if one of them has
+        a `problem`. Sends 24 bytes over each of the two."""
+        if self.sends_nothing:
+            if problem:
+                raise ValueError(problem)
+            return
+        self.forwards += 1
+        if self.sequence:
+            self._check_windows(tensors)
+        text = int.from_bytes(hashlib.blake2s(doing.encode(), digest_size=6).digest(), "big")
+        own = digest([*tensors, torch.tensor([text])])
+        sums = torch.stack([own, own * own, torch.tensor(int(bool(problem)), device=own.device)])
+        sums = sums.to(self.whole.device_type)
+        axes = [name for name in ("pp", "tp") if getattr(self.axes, name) > 1]
+        for name in axes:
+            all_reduce_over(sums, self.whole.get_group(name), dist.ReduceOp.SUM, f"what ranks along {name} are given")
+        total, squares, problems = sums.tolist()
+        if problem:
+            raise ValueError(problem)
+        ranks = self.axes.group(self.whole.get_rank(), *axes)
+        told = " and ".join(axes)
+        if problems:
+            raise RuntimeError(
+                f"{told}: expected a batch on each of the ranks {', '.join(map(str, ranks))}, found {problems} of them "
+                f"that cannot begin; see their own errors"
+            )
+        if len(ranks) * squares != total * total:
+            raise RuntimeError(
+                f"{told}: expected the ranks {', '.join(map(str, ranks))} to begin with the same batch in the same "
+                f"micro-batches, found different ones, here {doing}; let ranks take their data by the position on the "
+                f"other axes (prepared.share), and give all of them one configuration"
+            )
+        if self.forwards <= _DATA_FORWARDS and self.axes.shares > 1:
+            self._look_at_data(own)
 
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not torch.is_grad_enabled() or self.sends_nothing:

@@ -1,0 +1,38 @@
+"""`prepare_fully_shard` with `pipeline_parallel_degree`: every schedule equals one process, from one declaration."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+
+from fullshard.migrate.schedules import SCHEDULES
+from tests.harness.axes import llama
+from tests.harness.errors import RanksFailed
+from tests.harness.installed import fails_before
+from tests.harness.pipelines import TIMEOUT, check, planned
+from tests.harness.pool import pool
+
+TWO = {"pipeline_parallel_degree": 2}
+SENDS_TO_ITSELF = fails_before(
+    (2, 12), "before the first step a rank sends from one stage of its own to the next, which gloo cannot", half="both"
+)
+four = partial(llama, layers=4)
+
+
+@pytest.mark.sample(5)
+@pytest.mark.parametrize("reshard", ["default", True, False, 2])
+@pytest.mark.parametrize(
+    "schedule", [pytest.param(name, marks=SENDS_TO_ITSELF if found.v else ()) for name, found in SCHEDULES.items()]
+)
+def test_every_schedule_trains_as_one_process_or_is_refused(schedule: str, reshard: Any) -> None:
+    """Four stages on two ranks where a schedule has several, two shards of each. The default keeps weights."""
+    plan = {**TWO, "pipeline_parallel_schedule": schedule, "pipeline_parallel_num_microbatches": 4}
+    config = {"reshard_after_forward": reshard}
+    if SCHEDULES[schedule].splits and reshard in (True, 2):
+        with pytest.raises(RanksFailed, match=rf"reshard_after_forward = {str(reshard).lower()} of \S+: {schedule} c"):
+            pool(4).run(planned, four, plan, config, range(1), timeout=TIMEOUT)
+        return
+    printed = "\n".join(check(4, four, plan, config))
+    assert f"pipeline: {schedule}; this rank has" in printed
