@@ -57,6 +57,7 @@ API: dict[str, tuple[str, str, dict[str, tuple[str, ...]]]] = {
             "Averages": ("average",),
             "Sleep": ("sleep", "wake"),
             "Sequences cut over ranks": ("context_parallel",),
+            "Experts": ("MixtureOfExperts", "balance_loss"),
             "Hand over to an engine or another layout": ("weights", "transfer"),
             "Micro-batches and uneven data": ("MicroBatches", "joined"),
             "Failures and checks": (

@@ -28,7 +28,9 @@ from .api import uninstall as uninstall
 from .api import unit_open as unit_open
 from .checkpoint.formats import load_pretrained as load_pretrained
 from .extras import MicroBatches as MicroBatches
+from .extras import MixtureOfExperts as MixtureOfExperts
 from .extras import average as average
+from .extras import balance_loss as balance_loss
 from .extras import check_gradients as check_gradients
 from .extras import check_invariants as check_invariants
 from .extras import context_parallel as context_parallel

@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from .._torch import non_persistent_buffers
-from ..comm import alike
+from ..comm import alike, further_ranks
 from ..engine.names import clean_name, first_few
 from ..engine.optimizer_steps import asks_on_devices, optimizer_steps
 from ..engine.padding_rows import note_row_loaded
@@ -44,8 +44,11 @@ class Peers:
 
     def __init__(self, units: Iterable[Unit], thread: int) -> None:
         self.scopes: list[Scope] = []
-        for links in (links for unit in units for links in unit.links):
-            scope = scope_of(links.everyone)
+        units = list(units)
+        meshes = [links.everyone for unit in units for links in unit.links]
+        # Experts wait for ranks of other meshes, too.
+        for ranks in (*meshes, *(further_ranks(unit.module) for unit in units)):
+            scope = scope_of(ranks)
             if scope is not None and scope not in self.scopes:
                 scope.step = partial(_steps_since, optimizer_steps(thread), thread)
                 self.scopes.append(scope)

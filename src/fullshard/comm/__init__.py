@@ -5,7 +5,8 @@
 `comparison` (digests compared between ranks), `messages` (texts and small sums), `offload` (shards on the host),
 `data_group` (groups that can be cut when a peer fails),
 `exchange` (parts of tensors from one layout to another one), `owner_line` (whole matrices to
-their owners, and back), `sequence` (attention over sequences cut over ranks).
+their owners, and back), `sequence` (attention over sequences cut over ranks), `experts` (tokens to
+experts that ranks divide, and back).
 """
 
 from .choice import Nodes as Nodes
@@ -23,6 +24,9 @@ from .exchange import gathered as gathered
 from .exchange import problems_of as problems_of
 from .exchange import ranks_of as ranks_of
 from .exchange import texts_of as texts_of
+from .experts import ExpertLine as ExpertLine
+from .experts import Route as Route
+from .experts import further_ranks as further_ranks
 from .gather import CastGather as CastGather
 from .gather import CustomBuffers as CustomBuffers
 from .gather import CustomGroup as CustomGroup

@@ -1,7 +1,7 @@
 """Tools for the training loop on top of the engine's public surface and a few of its functions: micro-batches that fit,
 optimizer steps in backward, one decision on NaN and inf, figures of gradients, uneven numbers of batches, replay of a
 step, averages of parameters, weights for others, transfers between layouts, steps of whole matrices,
-and attention over sequences that are cut over ranks.
+attention over sequences that are cut over ranks, and layers of experts.
 """
 
 from ..agree import Drift as Drift
@@ -14,6 +14,9 @@ from .check_gradients import NonFiniteError as NonFiniteError
 from .check_gradients import check_gradients as check_gradients
 from .context_parallel import ContextParallel as ContextParallel
 from .context_parallel import context_parallel as context_parallel
+from .experts import Experts as Experts
+from .experts import MixtureOfExperts as MixtureOfExperts
+from .experts import balance_loss as balance_loss
 from .grad_stats import GradientFigures as GradientFigures
 from .grad_stats import GradientStats as GradientStats
 from .grad_stats import grad_stats as grad_stats

@@ -67,7 +67,7 @@ class ParallelismKeys:
     styles: tuple[tuple[str, str], ...] = setting(
         (),
         "a table of names of modules, in which `*` stands for a part of a name, and how each is divided: column, row, "
-        "sequence, replicated, keep; before those of the model itself",
+        "sequence, replicated, expert, keep; before those of the model itself",
     )
     pipeline_parallel_schedule: str = setting("1F1B", f"the order of micro-batches: {', '.join(SCHEDULES)}")
     pipeline_parallel_microbatch_size: int = setting(
@@ -275,7 +275,7 @@ def check_keys(keys: ParallelismKeys) -> None:
             if getattr(keys, name) is True:
                 problem = "has no effect with tensor_parallel_degree = 1"
                 raise invalid(f"parallelism.{name}", True, problem, "tensor_parallel_degree = 2")
-        if keys.styles:
+        if keys.expert_parallel_degree == 1 and keys.styles:
             problem = "have no effect with tensor_parallel_degree = 1; leave them out, or set it"
             raise ConfigError(f"parallelism.styles: {problem}; nearest valid: tensor_parallel_degree = 2")
 

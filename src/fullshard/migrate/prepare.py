@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields, replace
 from fnmatch import fnmatchcase
@@ -33,6 +33,16 @@ from ..policy.casting import check_cast_inputs, check_known_names
 from .activations import checkpoint_activations
 from .axes import Axes
 from .config import AUTO, DEFAULT, Override, ShardingConfig
+from .experts import (
+    ExpertDivision,
+    apply_experts,
+    count_experts,
+    divide_experts,
+    divide_gradients,
+    expert_units,
+    find_experts,
+    unit_arguments,
+)
 from .initialise import Init, fill, send_values, source_of
 from .kept import kept_modules, kept_names, policy_that_keeps
 from .meshes import Meshes, build_meshes, check_mesh
@@ -274,11 +284,12 @@ def prepare_fully_shard(
     _refuse_sharded(model)
     tree = Tree(model)
     plans, ties = resolve_ties(tree, choose_units(tree, config.wrap, wrap_fn), config.wrap.ties)
-    plans = [*inner_first(tree, plans), ROOT]
+    names = find_experts(tree, config.parallel)
+    plans = expert_units(tree, names, [*inner_first(tree, plans), ROOT])
     overrides = _overrides_by_unit(tree, plans, config.override)
     ignored = _ignored(tree, config.wrap.ignored)
     _refuse_strangers(model, optimizers)
-    axes, division, (whole, mesh) = _parallel(tree, config, mesh)
+    axes, division, (whole, mesh), experts = _parallel(tree, config, mesh, names)
     split = pipeline_of(tree, config, axes, whole, plans)
     masters = _masters(model, config.precision.master, ignored)
     arguments = {plan.name: _arguments(plan, config, overrides[plan.name], mesh, ignored) for plan in plans}
@@ -286,6 +297,8 @@ def prepare_fully_shard(
         policy = arguments[plan.name]["mp_policy"]
         if policy.cast_forward_inputs is True and "mp_policy" not in plan.arguments:
             arguments[plan.name]["mp_policy"] = replace(policy, cast_forward_inputs=cast_fn)
+    for name in experts.names:
+        arguments[name] |= unit_arguments(tree.modules[name], experts, arguments[name]["mp_policy"])
     _check_cast_inputs(tree, arguments, {plan.name: plan.modules for plan in plans})
     kept = kept_modules(tree, plans, arguments, config.precision.keep_float32, masters)
     for plan in plans:
@@ -314,11 +327,14 @@ def prepare_fully_shard(
         if source in ("cpu", "mixed") and split is None:
             send_values(tree, plan.modules, everyone, units - {*modules})
         apply_styles(tree, division, divided[plan.name], whole["tp"] if division.styles else whole, replaced)
+        if plan.why == "experts":
+            apply_experts(tree, experts, plan.modules, whole, replaced, divided=division.sequence)
         if ignored:
             successors = replaced.successors()
             arguments[plan.name]["ignored_params"] = {successors.get(id(p), p) for p in ignored}
         for unit in [[stage] for stage in stages.values()] if plan == ROOT else [modules]:
             fully_shard(unit[0] if len(unit) == 1 else unit, **arguments[plan.name])
+    divide_gradients((tree.modules[name] for name in experts.names), axes)
     together = model if len(stages) == 1 else nn.ModuleList(stages.values())
     uninitialised = fill(together, source, config.initialisation, init, progress=show)
     for one in optimizers:
@@ -389,25 +405,29 @@ def _plan(parallelism: Parallelism | Mapping[str, Any]) -> Parallelism:
     return read_config({"parallelism": parallelism}).parallel
 
 
-def _parallel(tree: Tree, config: ShardingConfig, mesh: DeviceMesh | None) -> tuple[Axes, Division, Meshes]:
+def _parallel(
+    tree: Tree, config: ShardingConfig, mesh: DeviceMesh | None, names: Sequence[str]
+) -> tuple[Axes, Division, Meshes, ExpertDivision]:
     """The axes, how they divide the model, and the meshes; without axes beside those of data parallelism as ever."""
     plan = config.parallel
     if not config.parallelism.beyond_data:
         data = _mesh(config, mesh)
         copies, shard = data.size(0) if data.ndim == 2 else 1, data.size(data.ndim - 1)
-        return Axes(dp_replicate=copies, dp_shard=shard), Division({}), Meshes(data, data)
-    for name, what in (("expert_parallel_degree", "experts"),):
-        if getattr(plan, name) > 1:
-            raise ConfigError(
-                f"parallelism.{name} = {getattr(plan, name)}: prepare_fully_shard does not divide a model into {what} "
-                f"yet; do it in your own code, and shard with fully_shard; nearest valid: 1"
-            )
+        return Axes(dp_replicate=copies, dp_shard=shard), Division({}), Meshes(data, data), ExpertDivision()
+    if plan.expert_parallel_degree > 1 and plan.pipeline_parallel_degree > 1:
+        raise ConfigError(
+            f"parallelism.expert_parallel_degree = {plan.expert_parallel_degree}: experts of a model that is divided "
+            f"into stages are not divided; nearest valid: 1, or pipeline_parallel_degree = 1"
+        )
     division = divide(tree, plan)
     everyone = resolve_mesh(None)
     shape = shape_for(tree, division, shape_of(tree.model))
+    if names:
+        shape = replace(shape, experts=count_experts(tree, names))
     axes = plan.on(everyone.size(), shape)
     config.degrees(everyone.size())
-    return axes, division, build_meshes(axes, everyone.device_type) if mesh is None else check_mesh(mesh, axes)
+    meshes = build_meshes(axes, everyone.device_type) if mesh is None else check_mesh(mesh, axes)
+    return axes, division, meshes, divide_experts(names, axes, meshes.whole)
 
 
 def _divided_in(tree: Tree, plans: Iterable[UnitPlan], division: Division) -> dict[str, list[str]]:
@@ -542,7 +562,10 @@ def _checkpoint(model: nn.Module, tree: Tree, plans: Iterable[UnitPlan], config:
     if keys.at == "none":
         return ()
     blocks = {
-        name for plan in plans for name in plan.modules if plan.why not in ("embedding", "root") and not plan.last
+        name
+        for plan in plans
+        for name in plan.modules
+        if plan.why not in ("embedding", "root", "experts") and not plan.last
     }
     is_unit = (lambda name, module: name in blocks) if keys.at == "units" else None
     return checkpoint_activations(

@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor
 from ..comm import all_reduce_over
 from ..extras import ContextParallel
 from .axes import Axes
+from .experts import Divisors
 
 _BITS = 24
 _MIX = 0x9E3779B97F4A7C15 - (1 << 64)
@@ -94,6 +95,8 @@ class Relations:
         if sequences is not None and axes.cp > 1:
             sequences.on_split = self._split
         self.alike = 0
+        # Known after `fully_shard`, which comes before the first forward.
+        self.divisors: Divisors | None = None
         self.handle = None if model is None else model.register_forward_pre_hook(self._before, with_kwargs=True)
 
     def remove(self) -> None:
@@ -143,6 +146,9 @@ class Relations:
         self.forwards += 1
         if self.sequences is not None:
             self.sequences.expect_split()
+        if self.divisors is None:
+            self.divisors = Divisors(module, self.axes)
+        self.divisors.check()
         if self.sequence:
             self._check_windows(tensors_in((args, kwargs)))
         own = digest(tensors_in((args, kwargs)))

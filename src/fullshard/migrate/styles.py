@@ -8,6 +8,7 @@ A style is a kind, and where it matters the layout of what the module gets befor
     heads                a norm that is replicated, and works on this rank's heads
     input                no parameters of its own: what it gets is made whole for the layers in it
     replicated           whole on each rank, as a DTensor
+    expert               experts, which ranks along `ep` divide; they need no tensor parallelism
     keep                 left as it is, whole on each rank
     column->whole        its output is put together
     sequence->row->whole
@@ -35,6 +36,7 @@ KINDS = {
     "heads": (CUT, CUT),
     "input": (WHOLE, WHOLE),
     "replicated": (WHOLE, WHOLE),
+    "expert": (WHOLE, WHOLE),
     "keep": (WHOLE, WHOLE),
 }
 

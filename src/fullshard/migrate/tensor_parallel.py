@@ -58,7 +58,8 @@ def divide(tree: Tree, plan: Parallelism) -> Division:
     that styles do not fit, and for a tied parameter that two styles divide in different ways."""
     if plan.tensor_parallel_degree == 1:
         return Division({})
-    model, own = tree.model, dict(plan.styles)
+    model = tree.model
+    own = {name: text for name, text in plan.styles if Style.read(text).kind != "expert"}
     sequence, of_model = _of_model(model, plan, own)
     names = [name for name in tree.names.values() if name]
     found, unmatched = expanded(of_model, names)

@@ -29,6 +29,7 @@ from fullshard import (
     CPUOffloadPolicy,
     FSDPModule,
     MixedPrecisionPolicy,
+    MixtureOfExperts,
     OffloadPolicy,
     checkpoint_activations,
     fully_shard,
@@ -56,6 +57,9 @@ class LlamaShape:
     tie_embeddings: bool = True
     rope_theta: float = 10000.0
     norm_eps: float = 1e-5
+    experts: int = 0  # of each feed-forward layer; 0: none
+    experts_per_token: int = 2
+    balance: float = 0.0
 
     @property
     def head_dim(self) -> int:
@@ -148,7 +152,15 @@ class Block(nn.Module):
         self.attention_norm = RMSNorm(shape.dim, shape.norm_eps)
         self.attention = Attention(shape)
         self.ffn_norm = RMSNorm(shape.dim, shape.norm_eps)
-        self.ffn = FeedForward(shape)
+        self.ffn: nn.Module = FeedForward(shape)
+        if shape.experts:
+            self.ffn = MixtureOfExperts(
+                shape.dim,
+                shape.ffn_dim,
+                experts=shape.experts,
+                experts_per_token=shape.experts_per_token,
+                balance=shape.balance,
+            )
 
     def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:  # (B, T, D) -> (B, T, D)
         normed = self.attention_norm(x)
@@ -187,9 +199,11 @@ class Llama(nn.Module):
         """
         inside = {"wq": "column", "wk": "column", "wv": "column", "wo": "row->sequence" if sequence else "row"}
         block = {f"attention.{name}": style for name, style in inside.items()}
-        block |= {"ffn.gate": "column", "ffn.up": "column", "ffn.down": inside["wo"]}
+        parts = ["attention"] if self.shape.experts else ["attention", "ffn"]  # experts divide tokens themselves
+        if not self.shape.experts:
+            block |= {"ffn.gate": "column", "ffn.up": "column", "ffn.down": inside["wo"]}
         # What the layers of each part read is put together, and its gradient summed, once for all of them.
-        block |= dict.fromkeys(("attention", "ffn"), "sequence->input" if sequence else "input")
+        block |= dict.fromkeys(parts, "sequence->input" if sequence else "input")
         if sequence:
             block |= {"attention_norm": "sequence", "ffn_norm": "sequence"}
         styles = {f"layers.*.{name}": style for name, style in block.items()}
@@ -206,6 +220,7 @@ class Llama(nn.Module):
             heads=shape.heads,
             kv_heads=shape.kv_heads,
             feed_forward=shape.ffn_dim,
+            experts=shape.experts,
             vocabulary=shape.vocab,
             sequence=shape.context,
             layers=shape.layers,
@@ -229,8 +244,10 @@ class Llama(nn.Module):
         }
         for name, parameter in self.named_parameters():
             value = torch.ones(parameter.shape, dtype=torch.float32)
-            if parameter.ndim == 2:
-                std = scales.get(name.split(".")[-2], 1.0) * parameter.shape[1] ** -0.5
+            if parameter.ndim >= 2:
+                # Of experts the weights are parameters themselves.
+                matrix = name.split(".")[-2 if parameter.ndim == 2 else -1]
+                std = scales.get(matrix, 1.0) * parameter.shape[-1] ** -0.5
                 digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
                 generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
                 nn.init.trunc_normal_(value, std=std, a=-3 * std, b=3 * std, generator=generator)
