@@ -287,8 +287,10 @@ class MixtureOfExperts(nn.Module):
         weight = self.router.weight if not parts else of_all(line, self.router.weight)
         chances = F.linear(tokens, weight).float().softmax(-1)
         kept, index = chances.topk(self.experts_per_token)
-        if self.balance and torch.is_grad_enabled() and current_node() is None:  # not while it is recomputed
-            self.last_balance = self.balance * self._balance(chances, index, line if parts else None)
+        if self.balance and torch.is_grad_enabled():
+            found = self.balance * self._balance(chances, index, line if parts else None)
+            if current_node() is None:  # recomputation needs the same operations, and gives none
+                self.last_balance = found
         y: Tensor = self.experts(tokens, index, (kept / kept.sum(-1, keepdim=True)).to(tokens.dtype))
         if line is not None and line.divided and line.cut:
             y = _part(line, y, len(y))
@@ -308,7 +310,8 @@ def balance_loss(model: nn.Module) -> Tensor | float:
     """The sum of the balance losses of all `MixtureOfExperts` in `model`, of their last forward with gradients.
 
     Add it to the loss of the same forward, before the backward: each layer gives it once. A 0-dim float32 tensor of
-    this rank's tokens; 0.0 where no layer has one. No message. Raises `TypeError` for anything but a module.
+    this rank's tokens; 0.0 where no layer has one, as in a block that is recomputed with `use_reentrant=True`, which
+    computes without gradients at first. No message. Raises `TypeError` for anything but a module.
     """
     expect_module("model", model)
     total: Tensor | float = 0.0
