@@ -284,8 +284,8 @@ class MixtureOfExperts(nn.Module):
             if line.cut:
                 tokens, parts = _together(line, tokens, len(tokens) * line.parts), 0
         # Each rank that has a part of the tokens has a part of the router's gradient.
-        weight = self.router.weight if not parts else of_all(line, self.router.weight)
-        chances = F.linear(tokens, weight).float().softmax(-1)
+        scores = F.linear(tokens, of_all(line, self.router.weight)) if parts else self.router(tokens)
+        chances = scores.float().softmax(-1)
         kept, index = chances.topk(self.experts_per_token)
         if self.balance and torch.is_grad_enabled():
             found = self.balance * self._balance(chances, index, line if parts else None)
