@@ -144,11 +144,11 @@ class Relations:
         if not torch.is_grad_enabled() or self.sends_nothing:
             return
         self.forwards += 1
-        if self.sequences is not None:
-            self.sequences.expect_split()
         if self.divisors is None:
             self.divisors = Divisors(module, self.axes)
         self.divisors.check()
+        if self.sequences is not None:
+            self.sequences.expect_split()
         if self.sequence:
             self._check_windows(tensors_in((args, kwargs)))
         own = digest(tensors_in((args, kwargs)))
