@@ -146,9 +146,10 @@ def test_records_of_all_hosts_are_seen_together(tmp_path: Path) -> None:
                 (tmp_path / "both").mkdir(exist_ok=True)
                 (tmp_path / "both" / path.name).write_bytes(path.read_bytes())
     whole = _seen(tmp_path / "both")
-    assert "of 2" in whole and "sent its part" in whole, whole
-    (tmp_path / "both" / "rank1.jsonl").unlink()
-    assert "rank 1" in _seen(tmp_path / "both")
+    assert "on rank 0 of 2" in whole and "exposed messages" in whole, whole
+    (tmp_path / "both" / "from1-rank1.jsonl").unlink()
+    alone_ = _seen(tmp_path / "both")
+    assert "rank 1" in alone_, alone_
 
 
 def _seen(folder: Path) -> str:
