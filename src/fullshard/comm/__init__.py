@@ -25,7 +25,7 @@ from .exchange import problems_of as problems_of
 from .exchange import ranks_of as ranks_of
 from .exchange import texts_of as texts_of
 from .experts import ExpertLine as ExpertLine
-from .experts import Route as Route
+from .experts import TokenRoute as TokenRoute
 from .experts import further_ranks as further_ranks
 from .gather import CastGather as CastGather
 from .gather import CustomBuffers as CustomBuffers

@@ -24,7 +24,7 @@ _PURPOSE = "experts"
 _TEXT_NBYTES = 256
 
 
-class Route(NamedTuple):
+class TokenRoute(NamedTuple):
     """How many rows go to each rank, and come from it; and how many of these are for each expert that is here:
     (ranks, experts here)."""
 
@@ -33,13 +33,13 @@ class Route(NamedTuple):
     counts: list[list[int]]
 
     @property
-    def back(self) -> Route:
+    def back(self) -> TokenRoute:
         """The opposite way."""
-        return Route(self.arriving, self.leaving, [])
+        return TokenRoute(self.arriving, self.leaving, [])
 
 
-class Sent(NamedTuple):
-    """What this rank has sent since `ExpertLine.sent` was cleared, by kind."""
+class TokenCount(NamedTuple):
+    """The messages that this rank has sent since `ExpertLine.sent` was cleared, by kind."""
 
     messages: int = 0
     nbytes: int = 0
@@ -70,11 +70,11 @@ class ExpertLine:
         self.divided = False
         self._experts, self._tokens, self._device = experts, tokens, device
         # Messages and bytes to other ranks, by kind.
-        self.sent: dict[str, Sent] = {}
+        self.sent: dict[str, TokenCount] = {}
 
     # ---- experts ---------------------------------------------------------------------------------------------
 
-    def route(self, counts: Tensor, facts: str) -> Route:
+    def route(self, counts: Tensor, facts: str) -> TokenRoute:
         """Exchange the numbers of rows: `counts` (experts,), int64, of this rank's for each expert of all.
 
         Waits for the device, because the sizes of messages are decided on the host. With the numbers travels a digest
@@ -83,7 +83,7 @@ class ExpertLine:
         here = len(counts) // self.world
         if self.world == 1:
             found = counts.tolist()
-            return Route([sum(found)], [sum(found)], [found])
+            return TokenRoute([sum(found)], [sum(found)], [found])
         digest = int.from_bytes(hashlib.blake2s(facts.encode(), digest_size=8).digest(), "big") >> 2
         leaving = counts.new_full((self.world, here + 1), digest)
         leaving[:, :here] = counts.view(self.world, here)
@@ -95,11 +95,11 @@ class ExpertLine:
         rows = arriving.tolist()
         if any(row[here] != digest for row in rows):
             self._disagree(facts)
-        return Route(
+        return TokenRoute(
             counts.view(self.world, here).sum(1).tolist(), [sum(row[:-1]) for row in rows], [r[:-1] for r in rows]
         )
 
-    def exchange(self, rows: Tensor, route: Route) -> Tensor:
+    def exchange(self, rows: Tensor, route: TokenRoute) -> Tensor:
         """`rows` (n, width), those for rank 0 first, for those of all ranks that are for this one."""
         rows = rows.contiguous()
         out = rows.new_empty((sum(route.arriving), *rows.shape[1:]))
@@ -158,8 +158,8 @@ class ExpertLine:
         self._count(kind, rows.nbytes - own * rows.itemsize)
 
     def _count(self, kind: str, nbytes: int) -> None:
-        before = self.sent.get(kind, Sent())
-        self.sent[kind] = Sent(before.messages + 1, before.nbytes + nbytes)
+        before = self.sent.get(kind, TokenCount())
+        self.sent[kind] = TokenCount(before.messages + 1, before.nbytes + nbytes)
 
     def _sends_nothing(self, group: dist.ProcessGroup) -> bool:
         # torch's fake group brings nothing: what leaves counts as what arrives.

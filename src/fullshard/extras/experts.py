@@ -21,7 +21,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
 from .._torch import current_node
-from ..comm import ExpertLine, Route
+from ..comm import ExpertLine, TokenRoute
 from ..policy.arguments import expect, expect_module, expect_number, expect_whole
 
 # ---- tokens to experts -----------------------------------------------------------------------------------------------
@@ -94,7 +94,7 @@ class _Taken(torch.autograd.Function):
 
 class _Exchanged(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, line: ExpertLine, rows: Tensor, route: Route) -> Tensor:
+    def forward(ctx: Any, line: ExpertLine, rows: Tensor, route: TokenRoute) -> Tensor:
         ctx.line, ctx.route = line, route
         return line.exchange(rows, route)
 
@@ -199,7 +199,7 @@ class Experts(nn.Module):
     gate, up: (E, F, D). down: (E, D, F). Construction leaves values undefined.
     """
 
-    # Who divides the experts; None: all are here. Set by `prepare_fully_shard`.
+    # The ranks that divide the experts; None: all are here. Set by `prepare_fully_shard`.
     line: ExpertLine | None = None
 
     def __init__(self, dim: int, ffn_dim: int, experts: int) -> None:
@@ -271,7 +271,7 @@ class MixtureOfExperts(nn.Module):
         self.experts_per_token, self.balance = experts_per_token, float(balance)
         self.router = nn.Linear(dim, experts, bias=False)
         self.experts = Experts(dim, ffn_dim, experts)
-        # Of the last forward with gradients, until it is asked for.
+        # The value of the last forward with gradients, until it is asked for.
         self.last_balance: Tensor | None = None
 
     def forward(self, x: Tensor) -> Tensor:  # (..., D) -> (..., D)

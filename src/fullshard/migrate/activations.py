@@ -19,7 +19,9 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from .._torch import base_of
 from ..policy.arguments import expect_callable, expect_choice, expect_flag, expect_keys, expect_module, expect_whole
+from .config import ActivationKeys
 from .tree import Tree, class_of, names_above, nearest
+from .wrapping import UnitPlan
 
 Chosen = Callable[[str, nn.Module], bool]
 
@@ -221,3 +223,26 @@ def _can_pin(tensor: Tensor) -> bool:
 def _on_device(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
     return any(tensor.device.type != "cpu" for tensor in tensors)
+
+
+def checkpoint_by_config(model: nn.Module, plans: Iterable[UnitPlan], keys: ActivationKeys) -> tuple[str, ...]:
+    """`checkpoint_activations` of `model`, whose units are `plans`, as the section `keys` of a configuration says."""
+    if keys.at == "none":
+        return ()
+    blocks = {
+        name
+        for plan in plans
+        for name in plan.modules
+        if plan.why not in ("embedding", "root", "experts") and not plan.last
+    }
+    is_unit = (lambda name, module: name in blocks) if keys.at == "units" else None
+    return checkpoint_activations(
+        model,
+        "children" if keys.at == "units" else keys.at,
+        classes=keys.classes,
+        where=is_unit,
+        every=keys.every,
+        recompute=keys.recompute,
+        save=keys.save,
+        offload=keys.offload,
+    )

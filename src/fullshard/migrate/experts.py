@@ -146,7 +146,7 @@ def expert_units(tree: Tree, names: Sequence[str], plans: Iterable[UnitPlan]) ->
 
 
 def unit_arguments(module: nn.Module, experts: ExpertDivision, policy: MixedPrecisionPolicy) -> dict[str, Any]:
-    """What `fully_shard` gets for the experts `module`, of a unit with `policy`."""
+    """The arguments of `fully_shard` for the experts `module`, of a unit with `policy`."""
     assert experts.data is not None and experts.own is not None
     world = experts.data.size(experts.data.ndim - 1)
     here = module.num_experts // experts.own.size(0)  # type: ignore[operator]

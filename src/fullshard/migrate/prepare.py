@@ -30,7 +30,7 @@ from ..policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from ..policy.arguments import expect, expect_callable, expect_flag, expect_module, expect_optimizers
 from ..policy.casting import Chosen as CastFn
 from ..policy.casting import check_cast_inputs, check_known_names
-from .activations import checkpoint_activations
+from .activations import checkpoint_by_config
 from .axes import Axes
 from .config import AUTO, DEFAULT, Override, ShardingConfig
 from .experts import (
@@ -310,7 +310,7 @@ def prepare_fully_shard(
 
     for parameter, dtype in masters.items():  # the same objects, so that ties and optimizers keep them
         parameter.data = parameter.data.to(dtype)
-    checkpointed = _checkpoint(model, tree, plans, config)
+    checkpointed = checkpoint_by_config(model, plans, config.activation_checkpointing)
     units = {tree.modules[name] for plan in plans for name in plan.modules}
     divided, replaced = _divided_in(tree, plans, division), Replaced()
     names_kept = kept_names(tree, plans, kept)
@@ -554,29 +554,6 @@ def _check_cast_inputs(
     check_known_names(
         "precision.cast_inputs",
         [(option, [tree.modules[name] for name in modules[unit]]) for unit, option in options.items()],
-    )
-
-
-def _checkpoint(model: nn.Module, tree: Tree, plans: Iterable[UnitPlan], config: ShardingConfig) -> tuple[str, ...]:
-    keys = config.activation_checkpointing
-    if keys.at == "none":
-        return ()
-    blocks = {
-        name
-        for plan in plans
-        for name in plan.modules
-        if plan.why not in ("embedding", "root", "experts") and not plan.last
-    }
-    is_unit = (lambda name, module: name in blocks) if keys.at == "units" else None
-    return checkpoint_activations(
-        model,
-        "children" if keys.at == "units" else keys.at,
-        classes=keys.classes,
-        where=is_unit,
-        every=keys.every,
-        recompute=keys.recompute,
-        save=keys.save,
-        offload=keys.offload,
     )
 
 
