@@ -15,8 +15,11 @@ import torch.distributed as dist
 from torch import nn
 
 from fullshard import checkpoint, fully_shard
+from fullshard.checkpoint import files, linking
 from fullshard.checkpoint.directory import read_pointer
 from fullshard.checkpoint.files import Folder
+from fullshard.checkpoint.manifest import BLOCK_NBYTES
+from fullshard.checkpoint.table import Table
 from tests.harness.models import seeded
 from tests.harness.threads import run_ranks
 
@@ -236,12 +239,31 @@ def test_the_same_bits_of_another_dtype_are_another_file(tmp_path: Path) -> None
 
 
 def test_a_base_that_is_no_checkpoint_is_an_error_on_all_ranks(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+
     def rank_main(rank: int) -> None:
-        with pytest.raises(checkpoint.CheckpointNotFound):
-            checkpoint.save({"n": 1}, checkpoint_id=tmp_path / "1", base=tmp_path / "none")
+        for base in ("none", "empty"):
+            with pytest.raises(checkpoint.CheckpointNotFound):
+                checkpoint.save({"n": 1}, checkpoint_id=tmp_path / "1", base=tmp_path / base)
 
     run_ranks(2, rank_main)
     assert not checkpoint.is_complete(tmp_path / "1")
+
+
+def test_after_a_block_that_differs_the_rest_of_the_state_is_not_read() -> None:
+    """It may be terabytes that changed."""
+    data = [memoryview(bytes([i] * 8)) for i in range(3)]
+    flat = [crc for one in data for crc in files.of_blocks(one, BLOCK_NBYTES)]
+    table = Table.of(0, ["a", "b", "c"], [64, 72, 80, 88], flat, BLOCK_NBYTES).to_bytes()
+    for changed, taken in ((None, [0, 1, 2]), (1, [0, 1])):
+        asked: list[int] = []
+
+        def part(i: int, changed: int | None = changed, asked: list[int] = asked) -> memoryview:
+            asked.append(i)
+            return memoryview(b"changed!") if i == changed else data[i]
+
+        found = linking._checksums(table, [0, 1, 2], part, "a file")
+        assert asked == taken and (found is None) == (changed is not None)
 
 
 def test_few_frozen_bytes_get_no_files_of_their_own(tmp_path: Path) -> None:
