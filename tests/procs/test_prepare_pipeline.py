@@ -21,7 +21,7 @@ SENDS_TO_ITSELF = fails_before(
 four = partial(llama, layers=4)
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("reshard", ["default", True, False, 2])
 @pytest.mark.parametrize(
     "schedule", [pytest.param(name, marks=SENDS_TO_ITSELF if found.v else ()) for name, found in SCHEDULES.items()]
@@ -36,3 +36,30 @@ def test_every_schedule_trains_as_one_process_or_is_refused(schedule: str, resha
         return
     printed = "\n".join(check(4, four, plan, config))
     assert f"pipeline: {schedule}; this rank has" in printed
+
+
+# ---- beside other axes -----------------------------------------------------------------------------------------------
+
+V = {**TWO, "pipeline_parallel_schedule": "ZBVZeroBubble"}
+LOOPS = {**TWO, "pipeline_parallel_schedule": "Interleaved1F1B"}
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize(
+    ("world", "plan"),
+    [
+        (4, {**TWO, "tensor_parallel_degree": 2}),
+        (4, {**LOOPS, "tensor_parallel_degree": 2, "enable_sequence_parallel": False}),
+        (4, {**TWO, "tensor_parallel_degree": 2, "enable_loss_parallel": True}),
+        (4, {**TWO, "data_parallel_replicate_degree": 2}),
+        (4, {"pipeline_parallel_degree": 4}),
+        (2, LOOPS),
+        (8, {**TWO, "tensor_parallel_degree": 2}),
+        (8, {**TWO, "data_parallel_replicate_degree": 2}),
+        (8, {**LOOPS, "tensor_parallel_degree": 2, "enable_loss_parallel": True}),
+    ],
+    ids=lambda value: str(value) if isinstance(value, int) else "-".join(map(str, value.values())),
+)
+def test_a_pipeline_and_other_axes(world: int, plan: dict[str, Any]) -> None:
+    """PP x TP, with sequence and loss parallelism, PP x HSDP, PP alone, and PP x TP x FSDP, with recomputation."""
+    check(world, four, plan, {"activation_checkpointing": "units"})

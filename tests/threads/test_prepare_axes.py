@@ -290,6 +290,7 @@ def two_heads() -> nn.Module:
         (Plain, {**TWO, "enable_sequence_parallel": True, "styles": STYLES}, "expected styles with parts of sequences"),
         (two_heads, {**TWO, "styles": {"embedding": "column->whole", "head": "column->whole"}}, "expected one way to"),
         (partial(llama, tied=True), {**TWO, "enable_loss_parallel": True}, "a tied one stays whole"),
+        (llama, {"pipeline_parallel_degree": 4}, "expected a layer for each stage, found 2 layers; nearest legal plan"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

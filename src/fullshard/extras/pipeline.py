@@ -122,6 +122,10 @@ class Pipeline:
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Tensor, *, train: bool) -> Tensor:
         if self._broken:
             raise RuntimeError(f"expected a pipeline whose ranks are all there, found that {self._broken}")
+        if self.loss_fn is None:
+            raise ValueError(
+                "loss_fn: expected a function of (output, target), found none; pass it to prepare_fully_shard"
+            )
         what = "step" if train else "evaluate"
         tensors = [value for value in (*args, *kwargs.values(), target) if isinstance(value, Tensor)]
         number, problem = self._micro_batches(tensors, args, target)
@@ -206,10 +210,7 @@ class Pipeline:
         return made
 
     def _loss(self, output: Any, target: Tensor, **kwargs: Any) -> Tensor:
-        if self.loss_fn is None:
-            raise ValueError(
-                "loss_fn: expected a function of (output, target), found none; pass it to prepare_fully_shard"
-            )
+        assert self.loss_fn is not None
         loss = self.loss_fn(output, target)
         if not isinstance(loss, Tensor) or loss.ndim:
             found = f"one of {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"

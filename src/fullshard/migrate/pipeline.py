@@ -18,7 +18,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..comm import sum_over
-from ..extras.pipeline import LossFn, Pipeline
+from ..extras.pipeline import LossFn as LossFn
+from ..extras.pipeline import Pipeline as Pipeline
 from ..keys import ConfigError
 from ..program import blocks_of
 from .axes import Axes

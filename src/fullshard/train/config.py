@@ -24,11 +24,12 @@ from fullshard.keys import show as show
 from fullshard.migrate import ShardingConfig, reading
 from fullshard.migrate.axes import Axes
 from fullshard.migrate.parallelism import DEGREES, ModelShape
+from fullshard.migrate.schedules import find_schedule
 from fullshard.train import former_keys
 
 AUTO = "auto"
 # The axes that the trainer has beside data parallelism.
-_AXES = ("tensor_parallel_degree", "context_parallel_degree")
+_AXES = ("tensor_parallel_degree", "context_parallel_degree", "pipeline_parallel_degree")
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,8 +196,10 @@ class Config:
         keys = self.sharding.parallelism
         for name in DEGREES:
             if name not in _AXES and getattr(keys, name, 1) != 1:
-                problem = "the trainer has data, tensor, sequence and context parallelism, and no other axis"
+                problem = "the trainer has data, tensor, sequence, context and pipeline parallelism, and no other axis"
                 raise invalid(f"sharding.parallelism.{name}", getattr(keys, name), problem, "1")
+        if keys.pipeline_parallel_degree > 1:
+            self._check_pipeline()
         if not keys.beyond_data:
             return
         if keys.enable_loss_parallel and self.model.tie_embeddings:
@@ -206,6 +209,34 @@ class Config:
             shared = "layers" if keys.tensor_parallel_degree > 1 else "sequences"
             problem = f"ranks that share {shared} wait for the one that is out of memory; give a number"
             raise invalid("training.micro_batch", AUTO, problem, "4")
+
+    def _check_pipeline(self) -> None:
+        keys, training = self.sharding.parallelism, self.training
+        if keys.context_parallel_degree > 1:
+            problem = "stages of a pipeline compute whole sequences"
+            raise invalid("sharding.parallelism.context_parallel_degree", keys.context_parallel_degree, problem, "1")
+        for name in ("pipeline_parallel_microbatch_size", "pipeline_parallel_num_microbatches"):
+            if getattr(keys, name):
+                problem = "has no effect in the trainer: set training.micro_batch"
+                raise invalid(f"sharding.parallelism.{name}", getattr(keys, name), problem, "0")
+        if self.model.tie_embeddings:
+            problem = "a pipeline has the embedding in its first stage, and the output in its last"
+            raise invalid("model.tie_embeddings", True, problem, "false")
+        for name, value, default in (
+            ("micro_batch", training.micro_batch == AUTO, 4),
+            ("accumulate", training.accumulate == "reduce", "local"),
+            ("replay_every", training.replay_every > 0, 0),
+            ("check_every", training.check_every > 0, 0),
+        ):
+            if value:
+                problem = "is not there for a pipeline"
+                raise invalid(f"training.{name}", getattr(training, name), problem, show(default))
+
+    @property
+    def reshards(self) -> bool | int | str:
+        """When full parameters are freed: by default never in a pipeline, which needs them for each micro-batch."""
+        kept = self.sharding.sharding.reshard_after_forward
+        return False if isinstance(kept, str) and self.sharding.parallelism.pipeline_parallel_degree > 1 else kept
 
     @property
     def shape(self) -> ModelShape:
@@ -237,6 +268,18 @@ class Config:
         if isinstance(micro, int) and micro and share % min(micro, share):
             problem = f"must divide the {share} sequences that each of {world} process(es) has of a step"
             raise invalid("training.micro_batch", micro, problem, _nearest(micro, _divisors(share)))
+        keys = self.sharding.parallelism
+        if keys.pipeline_parallel_degree > 1:
+            schedule, size = find_schedule(keys.pipeline_parallel_schedule), self.micro_batch(processes)
+            legal = schedule.numbers(share, keys.pipeline_parallel_degree, keys.num_stages)
+            if share // size not in legal:
+                problem = f"makes {share // size} of the {share} sequences of a process, and "
+                problem += schedule.problem(share // size, keys.pipeline_parallel_degree, keys.num_stages)
+                if legal:
+                    nearest = _nearest(size, [share // number for number in legal])
+                    raise invalid("training.micro_batch", micro, problem, nearest)
+                larger = world * keys.num_stages
+                raise invalid("training.global_batch", batch, problem, str(larger))
 
     def with_replicas(self, replicas: int) -> Config:
         """The same with so many copies of the state."""

@@ -48,6 +48,7 @@ from fullshard.train.config import (
     value_of,
 )
 from fullshard.train.metrics import StepRecord, read_metrics
+from fullshard.train.model import Llama, LlamaShape
 from fullshard.train.process import World
 
 CHECKPOINTS = "checkpoints"
@@ -366,6 +367,20 @@ class Checkpoints:
                 error = found
         if self.world.largest([float(error is not None)])[0]:
             raise error or checkpoint.CheckpointError(f"{self.folder}: rank 0 could not remove old checkpoints")
+
+
+def save_model_of_checkpoint(run_dir: Path, shape: LlamaShape, step: int) -> None:
+    """Write `model.safetensors` from the checkpoint of `step`, in one process. One tensor after the other is read."""
+    with torch.device("meta"):
+        named = dict(Llama(shape).named_parameters())
+    entries = [Entry(name, value.dtype, tuple(value.shape)) for name, value in named.items()]
+    made_by = {"made_by": f"fullshard {__version__}"}
+    with SafetensorsWriter(run_dir / "model.safetensors", entries, made_by) as file:
+        for name, value in named.items():
+            state = {"model": {name: torch.empty_like(value, device="cpu")}}
+            path = run_dir / CHECKPOINTS / f"step-{step}"
+            checkpoint.load(state, checkpoint_id=path, no_dist=True, allow_unexpected=("*",))
+            file.write(name, state["model"][name])
 
 
 def save_model(run_dir: Path, model: nn.Module, *, rank: int) -> None:

@@ -20,8 +20,9 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
 
@@ -34,6 +35,7 @@ from fullshard.train.data import SampleOrder, Tokenizer, TokenSplit, validation_
 from fullshard.train.folder import Checkpoints
 from fullshard.train.metrics import MetricsFile, StepRecord, TensorBoard, memory_nbytes, peak_flop_per_second
 from fullshard.train.model import Llama, as_fsdp, compute_dtype, flop_per_token
+from fullshard.train.pipeline import Stages
 from fullshard.train.process import Stopped, World, stop_requested
 
 
@@ -112,15 +114,21 @@ class Trainer:
         optimizer: torch.optim.Optimizer,
         split: TokenSplit,
         tokenizer: Tokenizer,
+        stages: Stages | None = None,
     ) -> None:
         self.config, self.world, self.model, self.optimizer = config, world, model, optimizer
         keys = config.training
-        self.micro = fullshard.MicroBatches(
-            model,
-            size=config.micro_batch(world.size),
-            search="halve" if keys.micro_batch == AUTO else "fixed",
-            reduce="last" if keys.accumulate == "local" else "each",
-        )
+        # What is sharded here: the model, or the stages of it that this process has.
+        self.sharded: nn.Module = model if stages is None else stages.together
+        self.pipeline = None if stages is None else stages.pipeline(self._summed)
+        self.micro: fullshard.MicroBatches | None = None
+        if stages is None:
+            self.micro = fullshard.MicroBatches(
+                model,
+                size=config.micro_batch(world.size),
+                search="halve" if keys.micro_batch == AUTO else "fixed",
+                reduce="last" if keys.accumulate == "local" else "each",
+            )
         if keys.check_every:
             fullshard.check_invariants(model, every=keys.check_every)
         self.train_tokens = split.train
@@ -130,7 +138,8 @@ class Trainer:
         )
         self.pad = tokenizer.pad
         self.token_nbytes = torch.tensor(tokenizer.token_nbytes())
-        self.flop_per_token = flop_per_token(model.shape, sum(p.numel() for p in model.parameters()))
+        self.numel = sum(p.numel() for p in model.parameters()) if stages is None else stages.numel
+        self.flop_per_token = flop_per_token(model.shape, self.numel)
         self.peak_flop_per_second = peak_flop_per_second(world.device, compute_dtype(config.sharding.precision))
         # The random numbers of a step depend on (seed, step, rank): the same with and without a stop.
         self.random = checkpoint.RandomState(keys.seed, world.rank)
@@ -145,7 +154,15 @@ class Trainer:
     @property
     def micro_batch(self) -> int:
         """Sequences in one forward pass of this process."""
-        return self.micro.size or self.share
+        size = None if self.micro is None else self.micro.size
+        return size or self.config.micro_batch(self.world.size)
+
+    @property
+    def weight(self) -> float:
+        """The factor of a token's loss. The reduction averages over shares, so each weighs its tokens by their number:
+        the result is the mean over the global batch, exact for powers of two."""
+        keys = self.config.training
+        return self.world.averaged / (keys.global_batch * keys.sequence_length)
 
     def run(self, outputs: Outputs, checkpoints: Checkpoints | None = None, *, after: int = 0) -> Outcome:
         """All steps after step `after`, with checkpoints between them.
@@ -178,11 +195,11 @@ class Trainer:
                 outputs.recorder.note("checkpoint", f"step-{step}", seconds=waited)
             if self.stopped_by:
                 raise Stopped(self.stopped_by, step)
-        return Outcome(record, time.monotonic() - begun, self.held or fullshard.report(self.model, self.optimizer))
+        return Outcome(record, time.monotonic() - begun, self.held or fullshard.report(self.sharded, self.optimizer))
 
     def _drift(self) -> str | None:
         """Replica divergence, checked before one rank's values go into a checkpoint. Collective."""
-        return "; ".join(f"{drift.kind} {drift}" for drift in fullshard.find_drift(self.model)) or None
+        return "; ".join(f"{drift.kind} {drift}" for drift in fullshard.find_drift(self.sharded)) or None
 
     def replayed(self, step: int, checkpoints: Checkpoints | None = None) -> StepRecord:
         """The step, run twice from the same state. Raises `ReplayError` if they differ in a bit, on any rank."""
@@ -211,7 +228,9 @@ class Trainer:
             group["lr"] = lr
         nats, nbytes = self._backward(self.order.starts(step - 1, keys.global_batch))
         # Before clipping, which would spread one NaN over all gradients.
-        check = fullshard.check_gradients(self.model, nats, on_nonfinite="count")
+        # The stages of a pipeline have no mesh in common.
+        everyone = None if self.pipeline is None else dist.group.WORLD
+        check = fullshard.check_gradients(self.sharded, nats, on_nonfinite="count", process_group=everyone)
         norm = float(fullshard.clip_grad_norm_(self.model.parameters(), keys.clip_norm or math.inf))
         # A stop request of any rank travels with the figures, so that all stop after the same step; so does the failure
         # of a save in the background.
@@ -234,7 +253,7 @@ class Trainer:
         if finite or keys.nonfinite == "count":
             self.optimizer.step()
             if self.held is None:
-                self.held = fullshard.report(self.model, self.optimizer)
+                self.held = fullshard.report(self.sharded, self.optimizer)
         self.optimizer.zero_grad()
         seconds = time.monotonic() - begun
         if recorder is not None:
@@ -270,9 +289,12 @@ class Trainer:
         """Gradients of this rank's share of the windows; returns its summed loss in nats, and its bytes of text."""
         own = starts[self.world.share * self.share : (self.world.share + 1) * self.share]
         inputs, targets = windows(self.train_tokens, own, self.config.training.sequence_length)
-        # The reduction averages over shares, so each weighs its tokens by their number: the result is the mean over the
-        # global batch, exact for powers of two.
-        weight = self.world.averaged / (len(starts) * inputs.shape[1])
+        weight = self.weight
+        if self.pipeline is not None:
+            device = self.world.device
+            loss = self.pipeline.step(inputs.to(device), target=targets.to(device))
+            return float(loss) / weight, self._nbytes(targets)
+        assert self.micro is not None
 
         def loss_of(piece: slice) -> tuple[Tensor, tuple[float, float]]:
             parts = self._parts(inputs[piece], targets[piece])
@@ -298,7 +320,13 @@ class Trainer:
     def _losses(self, inputs: Tensor, targets: Tensor, positions: Tensor | None = None) -> Tensor:
         """Cross entropy of each token in nats, (B*T,) float32; 0 where the target is padding."""
         inputs = inputs.to(self.world.device)
-        logits = self.model(inputs) if positions is None else self.model(inputs, positions)
+        return self._losses_of(self.model(inputs) if positions is None else self.model(inputs, positions), targets)
+
+    def _summed(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """The weighed loss of a micro-batch of a pipeline."""
+        return self._losses_of(logits, targets).sum() * self.weight
+
+    def _losses_of(self, logits: Tensor, targets: Tensor) -> Tensor:
         if isinstance(logits, DTensor) and not torch.is_grad_enabled():
             logits = logits.full_tensor()
         flat = targets.to(self.world.device).reshape(-1)
@@ -310,19 +338,27 @@ class Trainer:
         """The loss over the validation windows, independent of the number of ranks. Collective."""
         inputs, targets = self.validation
         # All ranks must run the same number of forward passes, so pad with windows that do not count.
-        filling = -len(inputs) % self.world.shares
+        # A pipeline has as many micro-batches as in training.
+        filling = -len(inputs) % (self.world.shares * (1 if self.pipeline is None else self.share))
         inputs, targets = (F.pad(x, (0, 0, 0, filling), value=self.pad) for x in (inputs, targets))
         share = len(inputs) // self.world.shares
         own = slice(self.world.share * share, (self.world.share + 1) * share)
         figures = [0.0, 0.0, 0.0]
+        taken = self.micro_batch if self.pipeline is None else self.share
         with self.world.sequences or nullcontext():
-            for first in range(own.start, own.stop, self.micro_batch):
-                piece = slice(first, min(first + self.micro_batch, own.stop))
+            for first in range(own.start, own.stop, taken):
+                piece = slice(first, min(first + taken, own.stop))
                 parts = self._parts(inputs[piece], targets[piece])
                 counted = parts[1][parts[1] != self.pad]
-                more = float(self._losses(*parts).double().sum()), float(len(counted)), self._nbytes(counted)
+                if self.pipeline is None:
+                    nats = float(self._losses(*parts).double().sum())
+                else:
+                    x, y = (tensor[piece].to(self.world.device) for tensor in (inputs, targets))
+                    nats = float(self.pipeline.evaluate(x, target=y)) / self.weight
+                more = nats, float(len(counted)), self._nbytes(counted)
                 figures = [figure + one for figure, one in zip(figures, more, strict=True)]
-        # The root keeps its full parameters after forward for a backward, which does not follow here.
-        as_fsdp(self.model).reshard()
+        if self.pipeline is None:
+            # The root keeps its full parameters after forward for a backward, which does not follow here.
+            as_fsdp(self.model).reshard()
         sums = self.world.total(self.world.counted(figures))
         return Loss(sums[0], round(sums[1]), round(sums[2]))

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 
@@ -40,7 +40,7 @@ from fullshard.migrate.relations import Relations
 from fullshard.migrate.sequences import ContextParallel
 from fullshard.migrate.tensor_parallel import Replaced, apply_styles, divide, shape_for
 from fullshard.migrate.tree import Tree
-from fullshard.train.config import Config, OptimizerKeys
+from fullshard.train.config import Config, ConfigError, OptimizerKeys
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,6 +213,16 @@ class Llama(nn.Module):
             return styles | {"embedding": "row->sequence", "norm": "sequence", "output": "sequence->column->whole"}
         return styles | {"embedding": "row", "output": "column->whole"}
 
+    def pipeline_modules(self) -> list[str]:
+        """The modules in the order of the forward, as stages of a pipeline divide them. Raises `ConfigError` for a tied
+        embedding, which the first and the last stage would need."""
+        if self.output is None:
+            raise ConfigError(
+                "parallelism.pipeline_parallel_degree: expected an output layer of its own, found the embedding used "
+                "again, which is in the first stage; nearest valid: tie_embeddings = false"
+            )
+        return ["embedding", *(f"layers.{number}" for number in range(len(self.layers))), "norm", "output"]
+
     def model_shape(self) -> ModelShape:
         """The numbers that degrees have to divide."""
         shape = self.shape
@@ -290,10 +300,12 @@ def sharded_model(
     device: torch.device,
     whole: DeviceMesh | None = None,
     sequences: ContextParallel | None = None,
+    cut: Callable[[nn.Module], Mapping[int, nn.Module]] | None = None,
 ) -> Llama:
     """The model with its initial values, sharded over `mesh`. The values depend on training.seed, not on the mesh.
     `whole`: the mesh with all axes; its layers are divided over `tp` first. `sequences`: cuts what it gets over `cp`.
-    """
+    `cut`: divides it into stages of a pipeline, and returns those of this process; the model then has their modules
+    alone."""
     with torch.device("meta"):
         model = Llama(llama_shape(config, vocab))
     sequence = whole is not None and config.sharding.parallelism.tensor_parallel_degree > 1
@@ -314,18 +326,21 @@ def sharded_model(
         )
     offload = CPUOffloadPolicy(pin_memory=keys.pin_memory) if keys.cpu_offload else OffloadPolicy()
     shard = partial(fully_shard, mesh=mesh, offload_policy=offload)
-    kept = keys.reshard_after_forward
+    kept = config.reshards
+    roots = [model] if cut is None else list(cut(model).values())
     for block in model.layers:
-        shard(block, mp_policy=policy, reshard_after_forward=None if isinstance(kept, str) else kept)
+        if isinstance(block, Block):  # and not of another process
+            shard(block, mp_policy=policy, reshard_after_forward=None if isinstance(kept, str) else kept)
     # Only the root has an output dtype: the results of blocks are read by the next block, in the compute dtype.
     output = replace(policy, output_dtype=_dtype(config.sharding.precision.dtypes[2]))
-    shard(model, mp_policy=output, reshard_after_forward=kept if isinstance(kept, bool) else None)
+    for root in roots:
+        shard(root, mp_policy=output, reshard_after_forward=kept if isinstance(kept, bool) else None)
     model.to_empty(device="cpu" if keys.cpu_offload else device)
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
             setattr(module, name, buffer.to(device))
     model.init_weights(config.training.seed)
-    if whole is not None:
+    if whole is not None and cut is None:
         Relations(model, config.axes(whole.size()), whole, sequence=sequence, sequences=sequences)
     return model
 

@@ -15,9 +15,10 @@ from fullshard.train.config import Config, ConfigError
 from fullshard.train.console import Console, clock, console_for, draw_loss, memory_lines
 from fullshard.train.loop import Outcome, Outputs, Trainer
 from fullshard.train.metrics import in_units
-from fullshard.train.model import adamw, as_fsdp, sharded_model
+from fullshard.train.model import adamw, as_fsdp, llama_shape, sharded_model
+from fullshard.train.pipeline import Stages
 from fullshard.train.process import RUN_DIR, STOPPED, Stopped, World, noting_stops
-from fullshard.train.sample import generate
+from fullshard.train.sample import generate, load_run
 
 _NO_DIR = "-"  # not "": reading an empty value from a TCPStore waits forever
 
@@ -29,10 +30,14 @@ def train(config: Config, world: World, run_dir: Path) -> None:
     world.agree("SHA-256 of the corpus", corpus.sha256)
     tokenizer = _tokenizer(config, world, corpus, run_dir)
     split = data.tokenize(corpus, tokenizer, config.data.validation_fraction)
-    model = sharded_model(config, tokenizer.vocab, world.mesh, world.device, world.whole, world.sequences)
+    stages = Stages(config, world) if config.sharding.parallelism.pipeline_parallel_degree > 1 else None
+    cut = None if stages is None else stages.cut
+    model = sharded_model(config, tokenizer.vocab, world.mesh, world.device, world.whole, world.sequences, cut)
     optimizer = adamw(model.parameters(), config.optimizer)
-    trainer = Trainer(config, world, model, optimizer, split, tokenizer)
-    found = report(model, optimizer)
+    trainer = Trainer(config, world, model, optimizer, split, tokenizer, stages)
+    found = report(trainer.sharded, optimizer)
+    for line in () if trainer.pipeline is None else trainer.pipeline.told:
+        console.say(line)
     console.say(
         f"{corpus.name}: {corpus.nbytes:,} bytes, SHA-256 {corpus.sha256[:12]}.., "
         f"{len(split.train):,} training and {len(split.validation):,} validation tokens"
@@ -53,7 +58,7 @@ def train(config: Config, world: World, run_dir: Path) -> None:
         folder.open_manifest(
             run_dir,
             {
-                **_facts(config, world, corpus, split, found.units),
+                **_facts(config, world, corpus, split, found.units, trainer.numel),
                 "resumed_after_step": after,
                 "set_aside": [path.name for path, _ in checkpoints.aside],
             },
@@ -109,7 +114,7 @@ def _recorder(config: Config, trainer: Trainer, run_dir: Path, after: int) -> Re
     if not keys.record_first and not keys.record_every:
         return None
     in_full = first_and_every(after + keys.record_first if keys.record_first else 0, keys.record_every)
-    return Recorder(trainer.model, run_dir / "see", trainer.optimizer, in_full=in_full, first_step=after + 1)
+    return Recorder(trainer.sharded, run_dir / "see", trainer.optimizer, in_full=in_full, first_step=after + 1)
 
 
 def _outputs(config: Config, outputs: Outputs, run_dir: Path, after: int) -> Outputs:
@@ -123,7 +128,12 @@ def _outputs(config: Config, outputs: Outputs, run_dir: Path, after: int) -> Out
 
 
 def _facts(
-    config: Config, world: World, corpus: data.Corpus, split: data.TokenSplit, units: tuple[UnitReport, ...]
+    config: Config,
+    world: World,
+    corpus: data.Corpus,
+    split: data.TokenSplit,
+    units: tuple[UnitReport, ...],
+    numel: int,
 ) -> dict[str, Any]:
     return {
         "world": {
@@ -141,22 +151,34 @@ def _facts(
             "validation_tokens": len(split.validation),
         },
         "seed": config.training.seed,
-        "parameters": sum(u.numel for u in units),
+        "parameters": numel,
         "units": [asdict(u) for u in units],
     }
 
 
 def _finish(trainer: Trainer, console: Console, run_dir: Path, tokenizer: data.Tokenizer, outcome: Outcome) -> None:
     config, world = trainer.config, trainer.world
-    nbytes = sum(unit.numel * unit.storage_itemsize for unit in report(trainer.model).units)
+    # The trainer's parameters are float32.
+    nbytes = 4 * trainer.numel
     peak = round(world.largest([metrics.peak_memory_nbytes(world.device)])[0])
-    folder.save_model(run_dir, trainer.model, rank=world.rank)
+    if trainer.pipeline is None:
+        folder.save_model(run_dir, trainer.model, rank=world.rank)
+    elif world.rank == 0:
+        # Each process has its stages; the checkpoint of the last step has all of them.
+        folder.save_model_of_checkpoint(run_dir, llama_shape(config, tokenizer.vocab), config.training.steps)
     last = outcome.last
     # A model with NaN cannot generate.
     finite = last is None or last.val_loss is None or math.isfinite(last.val_loss)
-    text = _sample(trainer, tokenizer) if finite and config.sample.tokens else ""
+    text = ""
+    if finite and config.sample.tokens and trainer.pipeline is None:
+        text = _sample(trainer, tokenizer)
     if world.rank != 0:
         return
+    if finite and config.sample.tokens and trainer.pipeline is not None:
+        # By the whole model, in this process alone.
+        whole, _, _ = load_run(run_dir)
+        keys = config.training
+        text = generate(whole, tokenizer, config.sample, context=keys.sequence_length, seed=keys.seed)
     last = last or folder.last_record(run_dir)
     records = metrics.read_metrics(run_dir / "metrics.jsonl")
     files = ["metrics.jsonl", "config.toml", "manifest.json", "model.safetensors", folder.CHECKPOINTS]
