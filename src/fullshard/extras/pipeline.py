@@ -130,10 +130,15 @@ class Pipeline:
         tensors = [value for value in (*args, *kwargs.values(), target) if isinstance(value, Tensor)]
         number, problem = self._micro_batches(tensors, args, target)
         shapes = [(tuple(tensor.shape), str(tensor.dtype)) for tensor in tensors]
-        if self._compare is not None:
-            self._compare(tensors, f"prepared.{what} in {number} micro-batches of {shapes}", problem)
-        elif problem:
-            raise ValueError(problem)
+        try:
+            if self._compare is not None:
+                self._compare(tensors, f"prepared.{what} in {number} micro-batches of {shapes}", problem)
+            elif problem:
+                raise ValueError(problem)
+        except Exception as error:
+            # All ranks of this pipeline raise; those of the others wait for the parameters of this one.
+            self._tell(error, what)
+            raise
         self._steps += 1
         losses: list[Tensor] = []
         try:
@@ -246,11 +251,15 @@ class Pipeline:
                 rank=rank,
                 text=reason,
             )
-        with suppress(ValueError):
-            peers_below(*self.stages.values()).publish(followed, f"prepared.{what}")
+        self._tell(followed, what)
         if followed is error:
             raise error
         raise followed from error
+
+    def _tell(self, error: BaseException, what: str) -> None:
+        """Report an error to the ranks that have other parts of the parameters of these stages."""
+        with suppress(ValueError):
+            peers_below(*self.stages.values()).publish(error, f"prepared.{what}")
 
     def _reason(self) -> str:
         """Why connections were closed, as the rank says that closed them; "" if none does in time."""

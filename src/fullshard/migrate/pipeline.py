@@ -240,12 +240,18 @@ def check_reshard(split: Split, reshard: Mapping[str, Any]) -> None:
 
 def send_chain(tree: Tree, split: Split, mesh: DeviceMesh) -> None:
     """Give all ranks the values of rank 0, one module after the other, of which each rank keeps its own. Collective."""
+    send_values(tree, [""], mesh, {tree.modules[name] for name in split.chain})
     for name in split.chain:
         send_values(tree, [name], mesh, set())
         if not split.is_own(name):
             leave_out(tree.model, name)
-    rest = {tree.modules[name] for name in split.chain}
-    send_values(tree, [""], mesh, rest)
+            forget(tree, name)
+
+
+def forget(tree: Tree, left_out: str) -> None:
+    """Let go of the modules of another stage, so that their memory is free."""
+    for name in [name for name in tree.modules if left_out in names_above(name)]:
+        tree.names.pop(tree.modules.pop(name), None)
 
 
 def own_plans(
@@ -272,9 +278,9 @@ def own_plans(
     return found
 
 
-def keep_parameters(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+def keep_parameters(optimizer: torch.optim.Optimizer, tree: Tree, split: Split) -> None:
     """Take the parameters of other stages, and their state, out of an optimizer of the whole model."""
-    own = {id(parameter) for parameter in model.parameters()}
+    own = {id(p) for name in split.chain if split.is_own(name) for p in tree.modules[name].parameters()}
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if id(parameter) not in own:

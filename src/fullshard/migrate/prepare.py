@@ -311,17 +311,17 @@ def prepare_fully_shard(
     for parameter, dtype in masters.items():  # the same objects, so that ties and optimizers keep them
         parameter.data = parameter.data.to(dtype)
     checkpointed = checkpoint_by_config(model, plans, config.activation_checkpointing)
-    units = {tree.modules[name] for plan in plans for name in plan.modules}
+    units = {tree.modules[name] for plan in plans for name in plan.modules} if split is None else set()
     divided, replaced = _divided_in(tree, plans, division), Replaced()
     names_kept = kept_names(tree, plans, kept)
     stages = {0: model}
     if split is not None:
+        for one in optimizers:
+            keep_parameters(one, tree, split)
         if source in ("cpu", "mixed"):
             send_chain(tree, split, everyone)
         stages = keep_stages(model, split.chain, {number: split.parts[number] for number in split.own})
         plans = own_plans(split, plans, arguments, divided)
-        for one in optimizers:
-            keep_parameters(one, model)
     for plan in plans:
         modules = [tree.modules[name] for name in plan.modules]
         if source in ("cpu", "mixed") and split is None:

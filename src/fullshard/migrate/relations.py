@@ -122,6 +122,9 @@ class Relations:
         for name in axes:
             all_reduce_over(sums, self.whole.get_group(name), dist.ReduceOp.SUM, f"what ranks along {name} are given")
         total, squares, problems = sums.tolist()
+        if self.forwards <= _DATA_FORWARDS and self.axes.shares > 1:
+            # Before an error, because ranks with other data wait for this one.
+            self._look_at_data(own)
         if problem:
             raise ValueError(problem)
         ranks = self.axes.group(self.whole.get_rank(), *axes)
@@ -137,8 +140,6 @@ class Relations:
                 f"micro-batches, found different ones, here {doing}; let ranks take their data by the position on the "
                 f"other axes (prepared.share), and give all of them one configuration"
             )
-        if self.forwards <= _DATA_FORWARDS and self.axes.shares > 1:
-            self._look_at_data(own)
 
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not torch.is_grad_enabled() or self.sends_nothing:
