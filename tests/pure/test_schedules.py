@@ -28,7 +28,7 @@ def test_every_stage_is_on_one_rank(degree: int, each: int, schedule: Any) -> No
 
 @given(some.lists(some.tuples(some.integers(0, 9), some.integers(0, 9)), min_size=1, max_size=7), some.integers(1, 4))
 def test_parts_are_balanced(pairs: list[tuple[int, int]], parts: int) -> None:
-    """By hand over all divisions: the least most work, and among those the least largest size."""
+    """Compared with all divisions: the least most work, and among those the least largest size."""
     costs = [Cost(work, work + size) for work, size in pairs]
     if len(costs) < parts:
         with pytest.raises(ValueError, match=f"expected at least {parts} modules"):
@@ -54,7 +54,7 @@ def test_names_of_schedules(name: str) -> None:
 
 
 def test_torch_has_these_schedules_with_these_rules() -> None:
-    """The class of each name, and its refusal of the numbers of micro-batches that are refused here."""
+    """Each name has its class there, and each class its name here."""
     from torch.distributed.pipelining.schedules import get_schedule_class
 
     for name in SCHEDULES:
@@ -73,7 +73,7 @@ def test_torch_has_these_schedules_with_these_rules() -> None:
         ({"schedule": "DualPipeV", "num_microbatches": 3}, "as many as there are stages, 4; nearest valid: 4"),
         ({"schedule": "Interleaved1F1B", "num_microbatches": 5}, "in 2 rounds, .* equal; nearest valid: 4"),
         ({"num_microbatches": 2, "microbatch_size": 2}, "found both; leave one out; nearest valid: 0"),
-        ({"num_microbatches": -1}, "expected at least 0"),
+        ({"num_microbatches": -1}, "expected at least 0; nearest valid: 0"),
     ],
 )
 def test_what_is_not_legal_is_one_line_with_the_nearest(keys: dict[str, Any], said: str) -> None:
