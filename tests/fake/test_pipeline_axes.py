@@ -21,6 +21,7 @@ from fullshard.migrate.tree import Tree
 from fullshard.train.config import load_config
 from fullshard.train.model import sharded_model
 from fullshard.train.pipeline import Stages
+from fullshard.train.planned import strategy_of
 from fullshard.train.process import world_of
 from tests.harness import installed
 from tests.harness.axes import TOKENS, batch, hugging_face, llama
@@ -80,7 +81,7 @@ def test_the_example_on_each_of_its_ranks(rank: int, schedule: str) -> None:
         world = world_of(config, rank, 4, torch.device("cpu"), None)
         assert (world.share, world.shares) == (rank % 2, 2)
         stages = Stages(config, world)
-        model = sharded_model(config, 260, world.mesh, world.device, world.whole, stages.cut)
+        model = sharded_model(config, 260, world.mesh, world.device, world.whole, cut=stages.cut)
         v = schedule != "1F1B"
         assert [*stages.modules] == ([rank // 2, 3 - rank // 2] if v else [rank // 2])
         expected = [n for n, _ in model.named_parameters()]
@@ -217,5 +218,5 @@ def test_settings_of_the_trainer(settings: list[str], said: str) -> None:
 
 
 def test_plan_refuses_a_pipeline() -> None:
-    with pytest.raises(ConfigError, match="fullshard plan counts data parallelism alone"):
-        load_config(EXAMPLE).refuse_axes("fullshard plan")
+    with pytest.raises(ConfigError, match="fullshard plan does not count the stages of a pipeline; nearest valid: 1"):
+        strategy_of(load_config(EXAMPLE), 4, "gloo")

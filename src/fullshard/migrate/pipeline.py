@@ -213,6 +213,11 @@ def pipeline_of(
             f"micro_batches.size = {config.micro_batches.size}: a pipeline has micro-batches of its own; nearest "
             f"valid: parallelism.pipeline_parallel_microbatch_size = {config.micro_batches.size}"
         )
+    if axes.cp > 1:
+        raise ConfigError(
+            f"parallelism.context_parallel_degree = {axes.cp}: stages of a pipeline compute whole sequences; nearest "
+            f"valid: 1"
+        )
     split = split_model(tree, config.parallel, axes, whole.get_local_rank("pp"))
     check_units(split, [name for plan in plans if plan != ROOT for name in plan.modules], "wrap")
     keys = config.parallel

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -24,8 +23,6 @@ from ..engine.root import module_units
 from ..extras import MicroBatches
 from ..extras.pipeline import LossFn, Pipeline, whole_loss
 from ..keys import ConfigError
-from ..observe import report
-from ..observe.report import human
 from ..policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from ..policy.arguments import expect, expect_callable, expect_flag, expect_module, expect_optimizers
 from ..policy.casting import Chosen as CastFn
@@ -60,29 +57,13 @@ from .reading import read_config
 from .relations import Relations
 from .sequences import ContextParallel, sequences_of
 from .states import in_form
+from .table import UnitRow, rows_of, table_of
 from .tensor_parallel import Division, Replaced, apply_styles, divide, shape_for, shape_of
 from .ties import Tie, refuse_untied, resolve_ties
 from .tree import Tree, class_of, names_above, nearest
 from .wrapping import ROOT, UnitPlan, WrapFn, choose_units, inner_first
 
 # ---- the result ------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class UnitRow:
-    """One unit. nbytes: of its whole parameters in their own dtypes. padding: the share of the ranks' buffers that is
-    no parameter. reshard_after_forward, compute, reduce: what holds for it, overrides included."""
-
-    name: str
-    module_class: str
-    why: str
-    num_params: int
-    numel: int
-    nbytes: int
-    padding: float
-    reshard_after_forward: bool | int | None
-    compute: str
-    reduce: str
 
 
 @dataclass(frozen=True)
@@ -182,12 +163,7 @@ class Prepared:
         return in_form(state, full=full, offload_to_cpu=keys.offload_to_cpu, keep=keep)
 
     def __str__(self) -> str:
-        head = ("unit", "module", "why", "parameters", "elements", "bytes", "padding", "reshard", "compute", "reduce")
-        rows = [head, *map(_cells, self.units)]
-        widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
-        lines = [
-            "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
-        ]
+        lines = table_of(self.units)
         sizes = "x".join(map(str, self.mesh.mesh.shape))
         lines += [str(tie) for tie in self.ties]
         lines.append(f"mesh: {sizes} {self.mesh.device_type}; values: {self.source}")
@@ -206,23 +182,6 @@ class Prepared:
         if self.uninitialised:
             lines.append(f"not initialised: {', '.join(self.uninitialised)}")
         return "\n".join(lines)
-
-
-def _cells(row: UnitRow) -> tuple[str, ...]:
-    reshard = {None: "default", True: "yes", False: "no"}
-    kept = row.reshard_after_forward
-    return (
-        row.name,
-        row.module_class,
-        row.why,
-        str(row.num_params),
-        f"{row.numel:,}",
-        human(row.nbytes),
-        f"{row.padding:.1%}",
-        reshard[kept] if kept is None or type(kept) is bool else f"1/{kept}",
-        row.compute,
-        row.reduce,
-    )
 
 
 # ---- the call --------------------------------------------------------------------------------------------------------
@@ -334,7 +293,8 @@ def prepare_fully_shard(
             arguments[plan.name]["ignored_params"] = {successors.get(id(p), p) for p in ignored}
         for unit in [[stage] for stage in stages.values()] if plan == ROOT else [modules]:
             fully_shard(unit[0] if len(unit) == 1 else unit, **arguments[plan.name])
-    divide_gradients((tree.modules[name] for name in experts.names), axes)
+    here = [name for name in experts.names if split is None or split.is_own(name)]
+    divide_gradients((tree.modules[name] for name in here), axes)
     together = model if len(stages) == 1 else nn.ModuleList(stages.values())
     uninitialised = fill(together, source, config.initialisation, init, progress=show)
     for one in optimizers:
@@ -353,7 +313,7 @@ def prepare_fully_shard(
         model,
         config,
         mesh,
-        tuple(row for stage in stages.values() for row in _rows(Tree(stage), plans, arguments)),
+        tuple(row for stage in stages.values() for row in rows_of(Tree(stage), plans, arguments)),
         tuple(ties),
         source,
         checkpointed,
@@ -565,33 +525,3 @@ def _micro_batches(model: nn.Module, config: ShardingConfig) -> MicroBatches | N
     if keys.size == AUTO:
         return MicroBatches(model, reduce=reduce)
     return MicroBatches(model, size=int(keys.size), search="fixed", reduce=reduce)
-
-
-# ---- the table -------------------------------------------------------------------------------------------------------
-
-
-def _rows(tree: Tree, plans: Iterable[UnitPlan], arguments: Mapping[str, Mapping[str, Any]]) -> tuple[UnitRow, ...]:
-    """The units in the order of the model's modules."""
-    plan_of = {tree.modules[name]: plan for plan in plans for name in plan.modules}
-    parameters = {clean_name(name): p for name, p in tree.model.named_parameters(remove_duplicate=False)}
-    rows = []
-    for unit, found in zip(module_units(tree.model), report(tree.model).units, strict=True):
-        plan = plan_of[unit.module]
-        own = [parameters[name] for name in found.param_names]
-        room = found.world * found.padded_local_numel
-        cut = sum(math.prod(param.layout.shape) for param in unit.params)  # of what this rank's tp part has
-        rows.append(
-            UnitRow(
-                name=plan.name,
-                module_class="+".join(class_of(tree.modules[name]) for name in plan.modules),
-                why=plan.why,
-                num_params=len(own),
-                numel=sum(p.numel() for p in own),
-                nbytes=sum(p.numel() * p.element_size() for p in own),
-                padding=1 - cut / room if room else 0.0,
-                reshard_after_forward=arguments[plan.name]["reshard_after_forward"],
-                compute="+".join(found.compute_dtypes),
-                reduce="+".join(found.reduce_dtypes),
-            )
-        )
-    return tuple(rows)

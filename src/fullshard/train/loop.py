@@ -35,7 +35,7 @@ from fullshard.train.data import SampleOrder, Tokenizer, TokenSplit, validation_
 from fullshard.train.folder import Checkpoints
 from fullshard.train.metrics import MetricsFile, StepRecord, TensorBoard, memory_nbytes, peak_flop_per_second
 from fullshard.train.model import Llama, as_fsdp, compute_dtype, flop_per_token
-from fullshard.train.pipeline import Stages
+from fullshard.train.pipeline import Pipeline, Stages
 from fullshard.train.process import Stopped, World, stop_requested
 
 
@@ -118,9 +118,9 @@ class Trainer:
     ) -> None:
         self.config, self.world, self.model, self.optimizer = config, world, model, optimizer
         keys = config.training
-        # What is sharded here: the model, or the stages of it that this process has.
-        self.sharded: nn.Module = model if stages is None else stages.together
-        self.pipeline = None if stages is None else stages.pipeline(self._summed)
+        self.stages = stages
+        if stages is not None:
+            stages.begin(self._summed)
         self.micro: fullshard.MicroBatches | None = None
         if stages is None:
             self.micro = fullshard.MicroBatches(
@@ -138,8 +138,6 @@ class Trainer:
         )
         self.pad = tokenizer.pad
         self.token_nbytes = torch.tensor(tokenizer.token_nbytes())
-        self.numel = sum(p.numel() for p in model.parameters()) if stages is None else stages.numel
-        self.flop_per_token = flop_per_token(model.shape, self.numel)
         self.peak_flop_per_second = peak_flop_per_second(world.device, compute_dtype(config.sharding.precision))
         # The random numbers of a step depend on (seed, step, rank): the same with and without a stop.
         self.random = checkpoint.RandomState(keys.seed, world.rank)
@@ -156,6 +154,20 @@ class Trainer:
         """Sequences in one forward pass of this process."""
         size = None if self.micro is None else self.micro.size
         return size or self.config.micro_batch(self.world.size)
+
+    @property
+    def sharded(self) -> nn.Module:
+        """The module with all units: the model, or the stages of it that this process has."""
+        return self.model if self.stages is None else self.stages.together
+
+    @property
+    def pipeline(self) -> Pipeline | None:
+        return None if self.stages is None else self.stages.pipeline
+
+    @property
+    def numel(self) -> int:
+        """The elements of the whole model."""
+        return sum(p.numel() for p in self.model.parameters()) if self.stages is None else self.stages.numel
 
     @property
     def weight(self) -> float:
@@ -259,7 +271,10 @@ class Trainer:
         if recorder is not None:
             recorder.end(loss=loss.per_token, norm=norm, lr=lr)
         val = self.validate() if self._validates(step) else None
-        flop_per_second, peak = tokens * self.flop_per_token / seconds, self.peak_flop_per_second
+        flop_per_second, peak = (
+            tokens * flop_per_token(self.model.shape, self.numel) / seconds,
+            self.peak_flop_per_second,
+        )
         return StepRecord(
             step=step,
             loss=loss.per_token,

@@ -9,7 +9,8 @@ from dataclasses import replace
 from torch import nn
 from torch.distributed.tensor.parallel import loss_parallel
 
-from fullshard.migrate.pipeline import LossFn, Pipeline, Split, check_reshard, make_pipeline, split_model
+from fullshard.migrate.pipeline import LossFn, Split, check_reshard, make_pipeline, split_model
+from fullshard.migrate.pipeline import Pipeline as Pipeline
 from fullshard.migrate.pipeline_stages import keep_stages
 from fullshard.migrate.relations import Relations
 from fullshard.migrate.tree import Tree
@@ -23,6 +24,7 @@ class Stages:
     split: Split
     modules: Mapping[int, nn.Module]
     numel: int
+    pipeline: Pipeline
 
     def __init__(self, config: Config, world: World) -> None:
         self.config, self.world = config, world
@@ -44,14 +46,14 @@ class Stages:
         stages = list(self.modules.values())
         return stages[0] if len(stages) == 1 else nn.ModuleList(stages)
 
-    def pipeline(self, loss_fn: LossFn) -> Pipeline:
-        """The steps of all stages, after they were sharded. `loss_fn` gives sums, which are added up."""
+    def begin(self, loss_fn: LossFn) -> None:
+        """Make the steps of all stages, after they were sharded. `loss_fn` gives sums, which are added up."""
         world, keys = self.world, self.config.sharding.parallel
         assert world.axes is not None and world.whole is not None
         plan = replace(keys, pipeline_parallel_microbatch_size=self.config.micro_batch(world.size))
         sequence = world.axes.tp > 1 and keys.enable_sequence_parallel is not False
         relations = Relations(None, world.axes, world.whole, sequence=sequence)
         context = loss_parallel if keys.enable_loss_parallel else nullcontext
-        return make_pipeline(
+        self.pipeline = make_pipeline(
             plan, self.split, self.modules, world.axes, world.whole, relations, loss_fn, context, mean=False
         )

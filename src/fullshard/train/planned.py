@@ -20,7 +20,7 @@ from fullshard.plan.recomputation import keeping, on_host
 from fullshard.plan.result import duration, gigabytes
 from fullshard.plan.search import Ways
 from fullshard.program import Program
-from fullshard.train.config import Config
+from fullshard.train.config import Config, invalid
 from fullshard.train.data import ByteTokenizer
 from fullshard.train.metrics import read_metrics
 from fullshard.train.model import llama_shape
@@ -50,6 +50,9 @@ def strategy_of(config: Config, world: int, backend: str) -> Strategy:
         config.sharding.sharding,
         config.axes(world),
     )
+    if axes.pp > 1:
+        name = "sharding.parallelism.pipeline_parallel_degree"
+        raise invalid(name, axes.pp, "fullshard plan does not count the stages of a pipeline", "1")
     param, reduce, _ = config.sharding.precision.dtypes
     kept = sharding.reshard_after_forward
     return Strategy(
