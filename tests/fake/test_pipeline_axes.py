@@ -90,6 +90,21 @@ def test_the_example_on_each_of_its_ranks(rank: int, schedule: str) -> None:
         assert stages.numel == 2 * 260 * 64 + 4 * (64 * 64 * 3 + 3 * 64 * config.ffn_dim + 128) + 64
 
 
+def test_the_trainer_s_model_with_divided_layers() -> None:
+    """A pipeline of two beside tensor parallelism, on the last of eight ranks; bytes have no vocabulary that divides."""
+    config = load_config(EXAMPLE, ["parallelism.tensor_parallel_degree=2"])
+    config.check_world(8)
+    with fake_world(8, rank=7):
+        world = world_of(config, 7, 8, torch.device("cpu"), None)
+        stages = Stages(config, world)
+        with pytest.raises(ConfigError, match="must divide the vocabulary, 259"):
+            sharded_model(config, 259, world.mesh, world.device, world.whole, cut=stages.cut)
+        model = sharded_model(config, 260, world.mesh, world.device, world.whole, cut=stages.cut)
+        output = model.get_parameter("output.weight")
+        assert isinstance(output, DTensor) and output.device_mesh.mesh_dim_names == ("dp_shard", "tp")
+        assert [*stages.modules] == [1] and world.share == 1
+
+
 # ---- splits ----------------------------------------------------------------------------------------------------------
 
 

@@ -15,6 +15,7 @@ from fullshard.train.data import ByteTokenizer, read_corpus, tokenize
 from fullshard.train.loop import Trainer
 from fullshard.train.metrics import StepRecord
 from fullshard.train.model import Llama, adamw, llama_shape, sharded_model
+from fullshard.train.pipeline import Stages
 from fullshard.train.process import world_of
 from tests.harness import tolerance
 from tests.harness.pool import pool
@@ -56,8 +57,10 @@ def trainer_of(rank: int, config: Config) -> Trainer:
     world = world_of(config, rank, dist.get_world_size(), torch.device("cpu"), dist.HashStore())
     tokenizer = ByteTokenizer()
     split = tokenize(read_corpus(config.data), tokenizer, config.data.validation_fraction)
-    model = sharded_model(config, tokenizer.vocab, world.mesh, world.device, world.whole, world.sequences)
-    return Trainer(config, world, model, adamw(model.parameters(), config.optimizer), split, tokenizer)
+    stages = Stages(config, world) if config.sharding.parallelism.pipeline_parallel_degree > 1 else None
+    cut = None if stages is None else stages.cut
+    model = sharded_model(config, tokenizer.vocab, world.mesh, world.device, world.whole, world.sequences, cut)
+    return Trainer(config, world, model, adamw(model.parameters(), config.optimizer), split, tokenizer, stages)
 
 
 def trained(rank: int, config: Config, sign: float = 0.0, divisor: float = 0.0) -> Run:
