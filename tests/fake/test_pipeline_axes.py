@@ -91,7 +91,7 @@ def test_the_example_on_each_of_its_ranks(rank: int, schedule: str) -> None:
 
 
 def test_the_trainer_s_model_with_divided_layers() -> None:
-    """A pipeline of two beside tensor parallelism, on the last of eight ranks; bytes have no vocabulary that divides."""
+    """A pipeline of two beside tensor parallelism, on the last of eight ranks; that of bytes does not divide."""
     config = load_config(EXAMPLE, ["parallelism.tensor_parallel_degree=2"])
     config.check_world(8)
     with fake_world(8, rank=7):
