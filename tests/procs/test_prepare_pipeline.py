@@ -404,3 +404,12 @@ def test_ranks_that_differ_are_named_on_all_ranks(what: str, own: str, other: st
         if what in ("data", "samples") and rank % 2 != (1 if what == "data" else 0):
             expected = "PeerFailed: |RuntimeError: "
         assert re.match(expected, error, re.DOTALL), (rank, error)
+
+
+@pytest.mark.slow
+def test_experts_of_each_stage_are_divided() -> None:
+    """EP x PP: Mixtral, with two of four experts of each layer on each rank of a stage."""
+    installed.needs("transformers")
+    make = partial(hugging_face, "Mixtral", num_local_experts=4, num_experts_per_tok=2)
+    printed = "\n".join(check(4, make, {**TWO, "expert_parallel_degree": 2}))
+    assert "experts: divided over 2 ranks" in printed and "stage 1: model.layers.1 to lm_head" in printed

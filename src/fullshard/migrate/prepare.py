@@ -374,11 +374,6 @@ def _parallel(
         data = _mesh(config, mesh)
         copies, shard = data.size(0) if data.ndim == 2 else 1, data.size(data.ndim - 1)
         return Axes(dp_replicate=copies, dp_shard=shard), Division({}), Meshes(data, data), ExpertDivision()
-    if plan.expert_parallel_degree > 1 and plan.pipeline_parallel_degree > 1:
-        raise ConfigError(
-            f"parallelism.expert_parallel_degree = {plan.expert_parallel_degree}: experts of a model that is divided "
-            f"into stages are not divided; nearest valid: 1, or pipeline_parallel_degree = 1"
-        )
     division = divide(tree, plan)
     everyone = resolve_mesh(None)
     shape = shape_for(tree, division, shape_of(tree.model))
