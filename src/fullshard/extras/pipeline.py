@@ -145,6 +145,8 @@ class Pipeline:
             schedule = self._schedule((what, number, *shapes), number, train=train)
             given: dict[str, Any] = {"target": target, "losses": losses} if self.is_last else {}
             run = schedule.step if train else schedule.eval
+            # torch 2.10 refuses strides other than those of a contiguous tensor.
+            args = tuple(value.contiguous() if isinstance(value, Tensor) else value for value in args)
             with self._context():
                 run(*(args if self.is_first else ()), **given, **kwargs, return_outputs=False)
             if not train:
