@@ -13,7 +13,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 import fullshard
+from benchmarks.counting import MemoryCounter
 from fullshard import PeerFailed, RanksDisagree, context_parallel, fully_shard
+from fullshard.layout import AttentionShape
 from tests.harness import tolerance
 from tests.harness.models import adamw, assert_same_training, collect, seeded
 from tests.harness.packages import offline
@@ -202,6 +204,90 @@ def test_ranks_with_other_sequences_are_named(what: str) -> None:
         assert "; rank 1: " in found
         if what == "length":
             assert "(1, 2, 8, 4) float32" in found and "(1, 2, 12, 4) float32" in found
+
+
+def _parts_ways(rank: int, what: str) -> str:
+    """Both ranks attended once before."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+    cp = context_parallel(mesh, variant="ring")
+    if what in ("variant", "load_balance"):
+        options: dict[str, Any] = {"variant": "ulysses"} if what == "variant" else {"load_balance": False}
+        cp = context_parallel(mesh, **{"variant": "ring", **(options if rank else {})})
+    try:
+        with cp:
+            _attention(cp)
+            if rank and what == "count":
+                _attention(cp)
+            elif what == "kind":
+                _attention(cp, 12 if rank else 8)
+    except RanksDisagree as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("what", "first", "second"),
+    [
+        ("variant", "ring, (1, 2, 8, 4)", "ulysses, (1, 2, 8, 4)"),
+        ("load_balance", "ring, (1, 2, 8, 4)", "ring without load_balance"),
+        ("count", "the end of the context, after 1 calls of attention", "call 2 of attention, ring"),
+        pytest.param(
+            "kind",
+            "call 2 of attention, ring, (1, 2, 8",
+            "call 2 of attention, ring, (1, 2, 12",
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_ranks_that_attend_to_different_things_are_named(what: str, first: str, second: str) -> None:
+    """None of them waits for ever, also where one has left the context and the other attends once more."""
+    for found in pool(2).run(_parts_ways, what):
+        assert first in found.partition("rank 1")[0] and second in found.partition("rank 1")[2]
+
+
+# ---- memory ----------------------------------------------------------------------------------------------------------
+
+MEMORY = AttentionShape(batch=1, length=1024, heads=8, kv_heads=4, head_dim=16, itemsize=4)
+
+
+def _held(rank: int, world: int, variant: str) -> int:
+    """Bytes of storages that one attention makes, at most at once, forward and backward."""
+    from fullshard.extras import sequence_attention
+
+    sequence_attention._SLICE_NUMEL = 1
+    cp = context_parallel(init_device_mesh("cpu", (world,), mesh_dim_names=("cp",)), variant=variant)
+    shapes = [(1, heads, MEMORY.length // world, MEMORY.head_dim) for heads in (8, 4, 4, 8)]
+    *parts, weight = (torch.ones(shape, requires_grad=at < 3) for at, shape in enumerate(shapes))
+
+    def run() -> None:
+        with cp:
+            out = F.scaled_dot_product_attention(*parts, is_causal=True, enable_gqa=True)  # type: ignore[arg-type]
+            torch.autograd.grad(out, parts, weight)
+
+    run()
+    with MemoryCounter() as counter:
+        counter.mark("attention")
+        run()
+    return counter.peak("attention")
+
+
+@pytest.mark.parametrize("variant", ["ulysses", "ring"])
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_memory_of_a_rank_is_what_is_counted(world: int, variant: str) -> None:
+    """By terms, in heads of this rank's tokens in float32. Beside them there are at most six numbers for each query and
+    head, such as the logarithms of sums."""
+    heads, kv_heads = MEMORY.heads, MEMORY.kv_heads
+    terms = {
+        # The result, and queries' gradients; keys and values that are saved, that are here, and that arrive; their
+        # gradients, which leave and arrive; and the gradients of a quarter of the heads, of half of the keys.
+        "ring": 2 * heads + (2 + 2 * min(world - 1, 2)) * kv_heads + (2 + 2) * kv_heads + (heads + kv_heads) / 4,
+        # Here: the result of all heads. Of whole sequences: queries, keys, values and the result, which are saved, the
+        # gradient of the result, and those of the other three, which leave beside.
+        "ulysses": heads + (2 * heads + 2 * kv_heads) + heads + (heads + 2 * kv_heads),
+    }[variant]
+    unit = MEMORY.length // world * MEMORY.head_dim * MEMORY.itemsize
+    for found in pool(world).run(_held, world, variant):
+        assert 0 <= found / unit - terms <= 6 * heads / MEMORY.head_dim, (found / unit, terms)
 
 
 def _norm(rank: int) -> tuple[float, float]:

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import CheckpointError, checkpoint
 from fullshard import context_parallel
 from fullshard._torch import attend, attend_backward
 from fullshard.comm.data_group import Line
+from fullshard.extras import sequence_attention
 from fullshard.extras.sequence_attention import Sight
 from fullshard.layout import AttentionShape, SequenceSplit
 from tests.harness import tolerance
@@ -103,6 +104,21 @@ def test_attention_is_that_of_one_process(world: int, variant: str, balanced: bo
     run_ranks(world, _compares, world, variant, balanced)
 
 
+def test_some_heads_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in long sequences; with masks of one head and of all."""
+    monkeypatch.setattr(sequence_attention, "_SLICE_NUMEL", 1)
+
+    def job(rank: int) -> None:
+        cp = context_parallel(mesh_of(2), variant="ring")
+        mask = torch.rand(B, H, S, S, generator=torch.Generator().manual_seed(4)) < 0.6
+        for kv_heads in (4, 2):
+            compare(cp, H, kv_heads, causal=True, documents=DOCUMENTS)
+            compare(cp, H, kv_heads, mask=mask)
+            compare(cp, H, kv_heads, causal=True, dtype=torch.bfloat16)
+
+    run_ranks(2, job)
+
+
 def _masked(rank: int, variant: str) -> None:
     cp = context_parallel(mesh_of(2), variant=variant)
     generator = torch.Generator().manual_seed(3)
@@ -149,7 +165,10 @@ def test_heads_that_do_not_divide_go_around() -> None:
 @pytest.mark.parametrize("kind", ["kernel", "scores", "few rows"])
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("masked", [True, False])
-def test_parts_of_attention(kind: str, causal: bool, masked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kv_heads", [H, 2])
+def test_parts_of_attention(
+    kind: str, causal: bool, masked: bool, kv_heads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The kernel, and the scores written out, which devices use: all queries at once, and three at a time."""
     from fullshard._torch import attention
 
@@ -157,12 +176,13 @@ def test_parts_of_attention(kind: str, causal: bool, masked: bool, monkeypatch: 
         monkeypatch.setattr(attention, "_kernel", lambda *_: "")
     if kind == "few rows":
         monkeypatch.setattr(attention, "_SCORES_NBYTES", 3 * B * H * S * 8)
-    query, key, value, weight = (one.requires_grad_() for one in drawn(*[(B, H, S, E)] * 4))
+    shapes = [(B, heads, S, E) for heads in (H, kv_heads, kv_heads, H)]
+    query, key, value, weight = (one.requires_grad_() for one in drawn(*shapes))
     mask = torch.rand(B, 1, S, S, generator=torch.Generator().manual_seed(2)) < 0.5 if masked else None
     if mask is not None:
         mask[:, :, 4] = False
     both = mask if not causal else seen(True, None) if mask is None else mask & seen(True, None)  # type: ignore[operator]
-    expected = F.scaled_dot_product_attention(query, key, value, attn_mask=both)
+    expected = F.scaled_dot_product_attention(query, key, value, attn_mask=both, enable_gqa=True)
     wanted = torch.autograd.grad((expected * weight).sum(), (query, key, value))
     with torch.no_grad():
         asked = {"mask": both} if masked else {"causal": causal}

@@ -21,10 +21,12 @@ def attend(
 ) -> tuple[Tensor, Tensor]:
     """The result (B, H, Q, V) in the dtype of `query`, and the logarithm (B, H, Q) of the sums, at least float32.
 
-    query (B, H, Q, E), key (B, H, K, E), value (B, H, K, V). `causal`: Q = K. `mask`: (B or 1, H or 1, Q, K), bool, or
-    summands of the scores. A query that sees no key has 0, and -inf.
+    query (B, H, Q, E), key (B, H or a divisor, K, E), value (B, the same, K, V). `causal`: Q = K. `mask`: (B or 1, H or
+    1, Q, K), bool, or summands of the scores. A query that sees no key has 0, and -inf.
     """
     kind = _kernel(query, value, mask)
+    if kind != "cpu":
+        key, value = _of_groups(query, key, value)
     if kind == "cpu":
         added = _summands(mask, query.dtype)
         out, sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
@@ -61,6 +63,11 @@ def attend_backward(
     """The gradients of query, key and value. `out` and `sums` are over all keys, of which `key` may be a part."""
     sums = sums.masked_fill(sums == -torch.inf, 0.0)  # no key is seen: every weight is exp(-inf)
     kind = _kernel(query, value, mask)
+    if kind != "cpu" and key.shape[1] != query.shape[1]:
+        both = _of_groups(query, key, value)
+        d_query, *found = attend_backward(grad, query, *both, out, sums, scale, causal=causal, mask=mask)
+        d_key, d_value = (_summed(one, key.shape[1]) for one in found)
+        return d_query, d_key, d_value
     if kind == "cpu":
         found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
             grad, query, key, value, out, sums, 0.0, causal, attn_mask=_summands(mask, query.dtype), scale=scale
@@ -108,6 +115,18 @@ def _kernel(query: Tensor, value: Tensor, mask: Tensor | None) -> str:
         return "cpu"
     fits = query.dtype in _FUSED_ON_CUDA and mask is None and query.shape[-1] % 8 == 0 and query.shape[-1] <= 256
     return "cuda" if query.is_cuda and fits else ""
+
+
+def _of_groups(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys and values for each head of `query`. The kernel for CPUs has groups of heads itself."""
+    times = query.shape[1] // key.shape[1]
+    return (key, value) if times == 1 else (key.repeat_interleave(times, 1), value.repeat_interleave(times, 1))
+
+
+def _summed(grad: Tensor, heads: int) -> Tensor:
+    """The gradient of one head of each group, at least float32."""
+    found: Tensor = grad.unflatten(1, (heads, -1)).sum(2, dtype=_wide(grad.dtype))
+    return found
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

@@ -6,7 +6,8 @@ They go over connections of their own, with failures of their own: whoever waits
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 
 import torch
@@ -87,19 +88,21 @@ class SequenceLine:
         parts: (B, H, tokens here, E) each, of one dtype. Returns (B, H / world, tokens, E) each. The opposite, and so
         the backward, of `to_sequence`."""
         world, each = self.world, self.split.each
-        leaving, arriving = self._buffers(parts)
-        for part, block in zip(parts, self._blocks(leaving, parts), strict=True):
-            batch, heads, length, width = part.shape
-            dealt = part.view(batch, world, heads // world, each, length // each, width)
-            block.copy_(dealt.transpose(0, 1))
-        self._exchange(arriving, leaving)
-        order = torch.tensor(self.split.order, device=parts[0].device)
-        whole = []
-        for part, block in zip(parts, self._blocks(arriving, parts), strict=True):
+        shapes = [_shape(part) for part in parts]
+
+        def fill(leaving: Tensor) -> None:
+            for part, block in zip(parts, self._blocks(leaving, shapes), strict=True):
+                batch, heads, length, width = part.shape
+                dealt = part.reshape(batch, world, heads // world, each, length // each, width)
+                block.copy_(dealt.transpose(0, 1))
+
+        arriving, whole = self._exchanged(parts[0], shapes, fill), []
+        for part, block in zip(parts, self._blocks(arriving, shapes), strict=True):
             batch, heads, length, width = part.shape
             out = part.new_empty((batch, heads // world, self.split.chunks, length // each, width))
-            # (rank, B, heads, chunks of a rank, ...) -> (B, heads, chunks in the ranks' order, ...)
-            out.index_copy_(2, order, block.permute(1, 2, 0, 3, 4, 5).flatten(2, 3))
+            for place, chunk in enumerate(self.split.order):
+                # (rank, B, heads, chunks of a rank, ...) -> (B, heads, chunks in their order, ...)
+                out[:, :, chunk] = block[place // each, :, :, place % each]
             whole.append(out.flatten(2, 3))
         return whole
 
@@ -107,17 +110,20 @@ class SequenceLine:
         """Exchange some heads of all tokens for all heads of this rank's tokens, by one message: see `to_heads`."""
         world, each = self.world, self.split.each
         shapes = [(batch, heads * world, length // world, width) for batch, heads, length, width in map(_shape, parts)]
-        here = [part.new_empty(shape) for part, shape in zip(parts, shapes, strict=True)]
-        leaving, arriving = self._buffers(here)
-        order = torch.tensor(self.split.order, device=parts[0].device)
-        for part, block in zip(parts, self._blocks(leaving, here), strict=True):
-            batch, heads, length, width = part.shape
-            chunks = part.reshape(batch, heads, self.split.chunks, length // self.split.chunks, width)
-            block.copy_(chunks.index_select(2, order).unflatten(2, (world, each)).permute(2, 0, 1, 3, 4, 5))
-        self._exchange(arriving, leaving)
-        for out, block in zip(here, self._blocks(arriving, here), strict=True):
-            batch, heads, length, width = out.shape
+
+        def fill(leaving: Tensor) -> None:
+            for part, block in zip(parts, self._blocks(leaving, shapes), strict=True):
+                batch, heads, length, width = part.shape
+                chunks = part.reshape(batch, heads, self.split.chunks, length // self.split.chunks, width)
+                for place, chunk in enumerate(self.split.order):
+                    block[place // each, :, :, place % each] = chunks[:, :, chunk]
+
+        arriving, here = self._exchanged(parts[0], shapes, fill), []
+        for part, shape, block in zip(parts, shapes, self._blocks(arriving, shapes), strict=True):
+            batch, heads, length, width = shape
+            out = part.new_empty(shape)
             out.view(batch, world, heads // world, each, length // each, width).copy_(block.transpose(0, 1))
+            here.append(out)
         return here
 
     def gathered(self, part: Tensor, dim: int) -> Tensor:
@@ -135,29 +141,31 @@ class SequenceLine:
         whole[torch.tensor(self.split.order, device=out.device)] = chunks
         return whole.flatten(0, 1).movedim(0, dim)
 
-    def _buffers(self, parts: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        numel = sum(part.numel() for part in parts)
-        return parts[0].new_empty(numel), parts[0].new_empty(numel)
+    def _exchanged(self, like: Tensor, shapes: Sequence[_Shape], fill: Callable[[Tensor], None]) -> Tensor:
+        """Returns what arrives for a message of `shapes` that `fill` writes. What left is free then, before more is made."""
+        numel = sum(math.prod(shape) for shape in shapes)
+        leaving = like.new_empty(numel)
+        fill(leaving)
+        if self.world == 1:
+            return leaving
+        arriving, line = like.new_empty(numel), self._ranks.pairs
+        assert line is not None
+        line.exchange(arriving, leaving).wait()
+        return arriving
 
-    def _blocks(self, buffer: Tensor, parts: Sequence[Tensor]) -> list[Tensor]:
-        """The places of `parts` in a message: (world, B, H / world, chunks of a rank, tokens of a chunk, E) each."""
+    def _blocks(self, buffer: Tensor, shapes: Sequence[_Shape]) -> list[Tensor]:
+        """The places of tensors in a message: (world, B, H / world, chunks of a rank, tokens of a chunk, E) each."""
         rows, at, found = buffer.view(self.world, -1), 0, []
         each = self.split.each
-        for part in parts:
-            batch, heads, length, width = part.shape
-            numel = part.numel() // self.world
+        for batch, heads, length, width in shapes:
+            numel = batch * heads * length * width // self.world
             shape = self.world, batch, heads // self.world, each, length // each, width
             found.append(rows[:, at : at + numel].view(shape))
             at += numel
         return found
 
-    def _exchange(self, arriving: Tensor, leaving: Tensor) -> None:
-        if self.world == 1:
-            arriving.copy_(leaving)
-            return
-        line = self._ranks.pairs
-        assert line is not None
-        line.exchange(arriving, leaving).wait()
+
+_Shape = tuple[int, int, int, int]
 
 
 def _shape(tensor: Tensor) -> tuple[int, int, int, int]:

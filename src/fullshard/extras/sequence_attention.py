@@ -6,6 +6,8 @@ is in `Sight`, so that neither knows where a mask came from.
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -163,102 +165,124 @@ class _Ring(torch.autograd.Function):
         wide = query.dtype if query.dtype.itemsize > 4 else torch.float32
         out = query.new_zeros((*query.shape[:-1], value.shape[-1]), dtype=wide)
         sums = query.new_full(query.shape[:-1], -torch.inf, dtype=wide)
-        for source, keys, values in _passing(line, key, value):
+        both = torch.cat([key.reshape(-1), value.reshape(-1)])
+        for source, keys, values in _passing(line, both, key.shape, value.shape):
             part = _part(line, sight, source, query)
             if part is None:
                 continue
-            pair, first, end, mask = part
-            keys, values = _grouped(query, keys[:, :, :end], values[:, :, :end])
-            causal = pair.is_causal and mask is None
-            _add(
-                out[:, :, first:],
-                sums[:, :, first:],
-                *attend(query[:, :, first:], keys, values, scale, causal=causal, mask=mask),
-            )
+            for some, *three in _some_heads(part, query, keys, values):
+                _add(
+                    out[:, some, part.first :],
+                    sums[:, some, part.first :],
+                    *attend(three[0], three[1], three[2], scale, causal=part.causal, mask=_of_heads(part.mask, some)),
+                )
         result = out.to(query.dtype)
-        ctx.save_for_backward(query, key, value, result, sums, sight.marker(query))
+        # Keys and values in the form in which they travel: those that came as arguments may go.
+        ctx.shapes = key.shape, value.shape
+        ctx.save_for_backward(query, both, result, sums, sight.marker(query))
         return result
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         line, sight, scale = ctx.line, ctx.sight, ctx.scale
-        query, key, value, out, sums, _ = ctx.saved_tensors
-        wide = sums.dtype
-        d_query = torch.zeros_like(query, dtype=wide)
-        # The gradients of the keys and values that are here, which travel with them.
-        here: tuple[Tensor, ...] = ()
-        travelling = None
-        for source, keys, values in _passing(line, key, value):
+        query, both, out, sums, _ = ctx.saved_tensors
+        d_query = torch.zeros_like(query, dtype=sums.dtype)
+        # The gradients of the keys and values that are here, in one buffer, which travels with them.
+        gradients = _Travelling(line, both, ctx.shapes, sums.dtype)
+        for source, keys, values in _passing(line, both, *ctx.shapes):
             part = _part(line, sight, source, query)
-            added = None
-            if part is not None:
-                pair, first, end, mask = part
-                causal = pair.is_causal and mask is None
+            # What the ranks before added to the same keys arrives while this rank computes the first heads.
+            for some, *three in () if part is None else _some_heads(part, query, keys, values):
+                assert part is not None
                 found = attend_backward(
-                    grad[:, :, first:],
-                    query[:, :, first:],
-                    *_grouped(query, keys[:, :, :end], values[:, :, :end]),
-                    out[:, :, first:],
-                    sums[:, :, first:],
+                    grad[:, some, part.first :],
+                    three[0],
+                    three[1],
+                    three[2],
+                    out[:, some, part.first :],
+                    sums[:, some, part.first :],
                     scale,
-                    causal=causal,
-                    mask=mask,
+                    causal=part.causal,
+                    mask=_of_heads(part.mask, some),
                 )
-                d_query[:, :, first:] += found[0]
-                added = [_ungrouped(one, key.shape[1]) for one in found[1:]], end
-            # What the ranks before added to the same keys arrives while this rank computes.
-            here = _arrived(travelling, key, value, wide)
-            if added is not None:
-                for one, more in zip(here, added[0], strict=True):
-                    one[:, :, : added[1]] += more
-            travelling = _sent_on(line, here)
-        d_key, d_value = _arrived(travelling, key, value, wide)
-        return None, None, None, d_query.to(query.dtype), d_key.to(key.dtype), d_value.to(value.dtype)
+                d_query[:, some, part.first :] += found[0]
+                gradients.add(some, part.end, found[1:], query.shape[1])
+                del found, three
+            gradients.send_on()
+        d_key, d_value = gradients.here()
+        return None, None, None, d_query.to(query.dtype), d_key.to(both.dtype), d_value.to(both.dtype)
 
 
-def _passing(line: SequenceLine, key: Tensor, value: Tensor) -> Any:
-    """(rank, its keys, its values), this rank's first: the next ones travel while these are used."""
-    if line.world == 1:
-        yield line.rank, key, value
-        return
-    here = torch.cat([key.reshape(-1), value.reshape(-1)])
-    spare = torch.empty_like(here)
+class _Travelling:
+    """Gradients of keys and values on their way around, in one message. Two buffers at most: what leaves, and what
+    arrives; then they change."""
+
+    def __init__(
+        self, line: SequenceLine, like: Tensor, shapes: tuple[torch.Size, torch.Size], wide: torch.dtype
+    ) -> None:
+        self._line, (self._key, self._value) = line, shapes
+        self._flat = torch.zeros_like(like, dtype=wide)
+        self._spare: Tensor | None = None
+        self._work: Any = None
+
+    def here(self) -> tuple[Tensor, Tensor]:
+        """The gradients that are here, as (of keys, of values); waits for them."""
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+            assert self._spare is not None
+            self._flat, self._spare = self._spare, self._flat
+        return _pair(self._flat, self._key, self._value)
+
+    def add(self, some: slice, end: int, found: Sequence[Tensor], heads: int) -> None:
+        """Add the gradients of key/value heads for query heads `some`, of `heads`, before key `end`."""
+        times = heads // self._key[1]
+        for one, more in zip(self.here(), found, strict=True):
+            one[:, some.start // times : some.stop // times, :end] += more
+
+    def send_on(self) -> None:
+        """Send them to the next rank; those of the rank before arrive."""
+        self.here()
+        if self._line.world > 1:
+            if self._spare is None:
+                self._spare = torch.empty_like(self._flat)
+            self._work = self._line.shift(self._spare, self._flat)
+
+
+def _passing(line: SequenceLine, both: Tensor, key: torch.Size, value: torch.Size) -> Iterator[Any]:
+    """(rank, its keys, its values), this rank's `both` first: the next ones travel while these are used."""
+    here, spare = both, None
     for step in range(line.world):
-        work = line.shift(spare, here) if step + 1 < line.world else None
+        work = arriving = None
+        if step + 1 < line.world:
+            arriving = torch.empty_like(both) if spare is None else spare
+            work = line.shift(arriving, here)
         yield (line.rank - step) % line.world, *_pair(here, key, value)
         if work is not None:
             work.wait()
-            here, spare = spare, here
+            # `both` stays what it is; the last ones travel no further, and nothing arrives beside them.
+            spare = here if 0 < step and step + 2 < line.world else None
+            assert arriving is not None
+            here = arriving
 
 
-def _pair(flat: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """Both in one buffer, in the shapes of `key` and `value`."""
-    return flat[: key.numel()].view(key.shape), flat[key.numel() :].view(value.shape)
+def _pair(flat: Tensor, key: torch.Size, value: torch.Size) -> tuple[Tensor, Tensor]:
+    """Both in one buffer, in their shapes."""
+    return flat[: key.numel()].view(key), flat[key.numel() :].view(value)
 
 
-def _sent_on(line: SequenceLine, here: tuple[Tensor, ...]) -> tuple[Any, Tensor, Tensor]:
-    leaving = torch.cat([one.reshape(-1) for one in here])
-    arriving = torch.empty_like(leaving)
-    if line.world == 1:
-        return None, leaving, leaving
-    return line.shift(arriving, leaving), arriving, leaving
+class _Part(NamedTuple):
+    """This rank's queries from `first` on, and another rank's keys before `end`."""
+
+    first: int
+    end: int
+    causal: bool
+    mask: Tensor | None
 
 
-def _arrived(travelling: tuple[Any, Tensor, Tensor] | None, key: Tensor, value: Tensor, wide: torch.dtype) -> Any:
-    if travelling is None:
-        return torch.zeros_like(key, dtype=wide), torch.zeros_like(value, dtype=wide)
-    work, arriving, _ = travelling  # what was sent is kept until here
-    if work is not None:
-        work.wait()
-    return _pair(arriving, key, value)
-
-
-def _part(
-    line: SequenceLine, sight: Sight, source: int, query: Tensor
-) -> tuple[Visible, int, int, Tensor | None] | None:
-    """(pair, its first query, the end of its keys, mask) of this rank's queries and the keys of `source`; None: they do
-    not see any."""
+def _part(line: SequenceLine, sight: Sight, source: int, query: Tensor) -> _Part | None:
+    """Returns what this rank's queries see of the keys of `source`; None: nothing."""
     pair = sight.pair(line.rank, source)
     if pair is None:
         return None
@@ -267,7 +291,28 @@ def _part(
     mask = sight.mask_of(line.rank, source, pair, length * line.world)
     if mask is not None and mask.dtype is torch.bool and mask.device.type == "cpu" and not bool(mask.any()):
         return None
-    return pair, pair.first_query * each, pair.end_key * each, mask
+    return _Part(pair.first_query * each, pair.end_key * each, pair.is_causal and mask is None, mask)
+
+
+# Elements of queries below which heads are not computed some at a time, and how often at most.
+_SLICE_NUMEL, _MOST_SLICES = 1 << 18, 4
+
+
+def _some_heads(
+    part: _Part, query: Tensor, keys: Tensor, values: Tensor
+) -> Iterator[tuple[slice, Tensor, Tensor, Tensor]]:
+    """(query heads, their queries, keys and values of `part`), for some heads after the other: so what is computed of
+    them is in memory for some heads alone."""
+    heads, kv_heads = query.shape[1], keys.shape[1]
+    times, pieces = heads // kv_heads, min(kv_heads, _MOST_SLICES, max(query.numel() // _SLICE_NUMEL, 1))
+    at = [kv_heads * piece // pieces for piece in range(pieces + 1)]
+    for begin, stop in itertools.pairwise(at):
+        some = slice(begin * times, stop * times)
+        yield some, query[:, some, part.first :], keys[:, begin:stop, : part.end], values[:, begin:stop, : part.end]
+
+
+def _of_heads(mask: Tensor | None, some: slice) -> Tensor | None:
+    return mask if mask is None or mask.shape[1] == 1 else mask[:, some]
 
 
 def _add(out: Tensor, sums: Tensor, more: Tensor, more_sums: Tensor) -> None:
@@ -275,20 +320,6 @@ def _add(out: Tensor, sums: Tensor, more: Tensor, more_sums: Tensor) -> None:
     more_sums = more_sums.to(sums.dtype)
     total = torch.logaddexp(sums, more_sums)
     finite = total.masked_fill(total == -torch.inf, 0.0)  # nothing is seen yet
-    out.mul_(torch.exp(sums - finite).unsqueeze(-1)).add_(
-        more.to(out.dtype) * torch.exp(more_sums - finite).unsqueeze(-1)
-    )
+    out.mul_(torch.exp(sums - finite).unsqueeze(-1))
+    out.addcmul_(more.to(out.dtype), torch.exp(more_sums - finite).unsqueeze(-1))
     sums.copy_(total)
-
-
-def _grouped(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    times = query.shape[1] // key.shape[1]
-    return (key, value) if times == 1 else (key.repeat_interleave(times, 1), value.repeat_interleave(times, 1))
-
-
-def _ungrouped(grad: Tensor, heads: int) -> Tensor:
-    return (
-        grad
-        if grad.shape[1] == heads
-        else grad.unflatten(1, (heads, -1)).sum(2, dtype=torch.promote_types(grad.dtype, torch.float32))
-    )
