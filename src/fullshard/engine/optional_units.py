@@ -82,3 +82,14 @@ def refuse_out_of_place(run: RunRecord, record: UnitRecord) -> None:
             f"parameters were freed on all ranks; give it its inputs in one batch, or pass reshard_after_forward=False "
             f"with optional=True, also to the units inside of it"
         )
+
+
+def refuse_recomputed_early(run: RunRecord, record: UnitRecord) -> None:
+    """Raise `RuntimeError` if recomputation of `record` would send what no other rank sends with it."""
+    if optional.is_recomputed_early(run, record):
+        raise RuntimeError(
+            f"{record.name}: expected an optional unit, and each unit inside of one, to be recomputed by itself, so "
+            f"that it is gathered where the ranks that leave it out gather it, found it recomputed with others; apply "
+            f"checkpoint(..., use_reentrant=False) to each of these units instead of to what is around them, or pass "
+            f"reshard_after_forward=False with optional=True, also to the units inside of it"
+        )

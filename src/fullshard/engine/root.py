@@ -36,7 +36,7 @@ from .finalization import lost_gradients, note_under_way, refuse_below, refuse_u
 from .mixed_operations import note_mixed
 from .names import clean_name, parameter_names
 from .optimizer_steps import expect_backward, follow_steps, note_backward
-from .optional_units import arrange, note_stale, refuse_out_of_place
+from .optional_units import arrange, note_stale, refuse_out_of_place, refuse_recomputed_early
 from .stream import ModelStream
 from .uninitialized import prove_initialized
 from .unit import HOOKED_FORWARDS, Shared, Unit, unit_of
@@ -163,6 +163,8 @@ class Root:
         if record.joining is not None and not in_backward:
             refuse_out_of_place(run, record)
             nested = nested or is_second(record)
+        elif record.joining is not None and not record.in_backward:
+            refuse_recomputed_early(run, record)
         if run.forward_root is None and not in_backward:
             for other in self.units if torch.is_grad_enabled() else ():
                 if other.gradients.stepper is not None:

@@ -19,7 +19,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 
-from .order import guessed
+from .order import following_in_backward, guessed
 from .record import Full, Joining, OptionalUses, RunRecord, UnitRecord, Use
 
 _Uses = list[tuple[UnitRecord, Use]]
@@ -155,6 +155,26 @@ def left_before(run: RunRecord, unit: UnitRecord, use: Use | None) -> Iterator[t
     for other, its in found:
         if its.end > end:
             yield other, its
+
+
+def is_recomputed_early(run: RunRecord, unit: UnitRecord) -> bool:
+    """Whether recomputation of `unit`, whose backward did not begin, would gather it where no rank that left it out
+    does: these gather what their backward visits next, and the unit that they prefetch then."""
+    joining = unit.joining
+    if joining is None or not joining.is_optional or not _is_gathered_next(unit):
+        return False
+    if not run.owed.optional.left:
+        return True
+    nearest, use = run.owed.optional.left[-1]
+    if nearest is unit:
+        # What is due goes before it.
+        return any(other.sending.first.begin > use.end for other in run.owed.units)
+    ahead = [nearest, *following_in_backward(run, nearest)]
+    return next((other for other in ahead if _is_gathered_next(other)), None) is not unit
+
+
+def _is_gathered_next(unit: UnitRecord) -> bool:
+    return not unit.empty and unit.plan.gathers_in_backward and unit.full in (Full.SHARDED, Full.SECONDARY)
 
 
 def left_at_end(run: RunRecord) -> _Uses:

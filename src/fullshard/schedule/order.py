@@ -69,12 +69,20 @@ def end_forward(run: RunRecord, unit: UnitRecord, *, backward_follows: bool) -> 
 
 def next_in_backward(run: RunRecord, unit: UnitRecord) -> Sequence[UnitRecord]:
     """The backward needs `unit` now; return the units to prefetch after it."""
+    found = following_in_backward(run, unit)
+    if unit.uses and not unit.plan.backward_prefetch:
+        unit.uses.pop()
+    return found
+
+
+def following_in_backward(run: RunRecord, unit: UnitRecord) -> Sequence[UnitRecord]:
+    """The units to prefetch once the backward needs `unit`."""
     if unit.plan.backward_prefetch:
         return unit.plan.backward_prefetch
     if not unit.uses:
         # A second backward over the same forward: the uses were counted off by the first.
         return ()
-    position = unit.uses.pop()
+    position = unit.uses[-1]
     # With optional units not into an older forward: some ranks come here before its units are freed, others after that.
     starts = run.owed.optional.starts
     start = max((start for start in starts if start <= position), default=0) if starts else 0
