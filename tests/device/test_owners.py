@@ -66,4 +66,5 @@ def test_owners_are_ordered_late_messages_included_and_bounded(offload: bool, se
         assert not found["faults"], found["faults"][0]
         assert found["differ"] == [] and found["chunks"] > 2
         assert found["peak"] <= found["bound"], "more than the plan says"
-        assert found["peak"] > 0
+        # Offloaded shards and gradients are on the host, and so are their messages and whole matrices.
+        assert (found["peak"] == 0) is offload
