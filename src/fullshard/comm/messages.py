@@ -59,29 +59,35 @@ class Messenger(NamedTuple):
 
     @contextmanager
     def together(self, what: str) -> Iterator[None]:
-        """All ranks do `what` inside. After an earlier failure they meet first; if one raises, all raise."""
+        """All ranks do `what` inside: a block of messages, by its number since they last met. If one raises, all raise
+        in the same block, those too that only begin it; they meet before the next one."""
         scope = self._scope
         if scope is None:
             yield
             return
         doing, scope.doing = scope.doing, what
         try:
-            if scope.failures.must_meet or scope.causes():
-                scope.meet()
+            self._begin(scope, what)
             yield
+            scope.failures.block += 1
         except BaseException as error:
             scope.interrupted(error, what)
             raise
         finally:
             scope.doing = doing
 
-    def refuse_failure(self, what: str) -> None:
-        """Raise the failure of a rank that left `what`, which this rank begins, if it did not raise it yet."""
-        scope = self._scope
-        causes = [] if scope is None or scope.failures.has_raised else scope.causes()
-        if scope is not None and causes:
-            scope.failures.has_raised = scope.failures.must_meet = True
-            raise causes[0].error(what)
+    def _begin(self, scope: Scope, what: str) -> None:
+        failures = scope.failures
+        causes = [fault for fault in scope.causes() if not fault.is_found]
+        left = next((fault for fault in causes if fault.block == failures.block), None)
+        if left is not None and not failures.has_raised:
+            error = left.error(what)
+            # Some rank may wait for this one, whose messages the first one that failed had sent.
+            scope.publish("raised", f"{type(error).__name__}: {error}")
+            raise error
+        # Whoever failed in a later block has sent all messages of this one.
+        if failures.must_meet or len(causes) < len(scope.causes()) or any(f.block < failures.block for f in causes):
+            scope.meet()
 
     @contextmanager
     def telling(self, what: str) -> Iterator[None]:

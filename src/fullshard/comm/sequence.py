@@ -48,7 +48,6 @@ class SequenceLine:
 
     def together(self, what: str) -> AbstractContextManager[None]:
         """All ranks do `what` inside. If one raises, all raise, those too that only begin; then they meet first."""
-        self._ranks.texts.refuse_failure(what)
         return self._ranks.texts.together(what)
 
     def at(self, place: str) -> None:

@@ -80,6 +80,8 @@ class Fault:
     asked: int = 0
     # The number of the rank's guarded blocks that had failed, this one included.
     attempts: int = 0
+    # The number of the block of messages (`Failures.block`) that the rank left, or was about to begin.
+    block: int = 0
     # Whether the exception is not known yet: the fault is published again with it.
     vague: bool = False
     # The time since which each rank has been in a meeting, of found faults. The fault ends that meeting and no other.
@@ -142,6 +144,8 @@ class Failures:
     is_torn: bool = False
     # The number of this rank's guarded blocks that failed.
     attempts: int = 0
+    # The number of this rank's blocks of messages that are over, and so of the next one (`Messenger.together`).
+    block: int = 0
 
 
 # ---- losses ----------------------------------------------------------------------------------------------------------

@@ -322,7 +322,16 @@ class Scope:
     def own_fault(self, kind: str, text: str) -> Fault:
         """A fault of this rank, with how far it has come."""
         return Fault(
-            self.rank, kind, text, self.name, self.epoch, self.step(), self.told, self.groups.issued, self.asked
+            self.rank,
+            kind,
+            text,
+            self.name,
+            self.epoch,
+            self.step(),
+            self.told,
+            self.groups.issued,
+            self.asked,
+            block=self.failures.block,
         )
 
     def interrupted(self, error: BaseException, where: str) -> None:
