@@ -4,17 +4,15 @@
     python -m benchmarks.context_parallel --lengths 1024 4096   these lengths alone
 
 One causal attention, forward and backward. With one rank it is torch's own. Each round takes all variants of a length
-in turn. Memory is what the process takes beyond its rest, at its peak; bytes and messages are those of the plan, which
-tests compare with what is sent.
+in turn. Memory is that of all storages which an attention makes, at most at once, counted in a round of its own
+(benchmarks/counting.py); bytes and messages are those of the plan, which tests compare with what is sent.
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
 import statistics
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,17 +22,12 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from benchmarks.common import ModelShape, on_ranks, print_json
+from benchmarks.counting import MemoryCounter
 from fullshard import context_parallel
 from fullshard.layout import AttentionShape
 
 HEADS, KV_HEADS, WIDTH = 8, 4, 64
 LENGTHS = (1024, 2048, 4096, 8192, 16384)
-
-
-def resident(name: str) -> int:
-    """Bytes of this process: "VmRSS" now, "VmHWM" at its peak."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name))
 
 
 def attention(cp: Any, parts: list[Tensor], weight: Tensor) -> list[Tensor]:
@@ -62,18 +55,19 @@ def measure(rank: int, world: int, lengths: list[int], rounds: int) -> list[dict
         found: dict[str, list[Tensor]] = {}
         for turn in range(rounds + 1):
             for name, cp in variants.items():
-                gc.collect()
-                Path("/proc/self/clear_refs").write_text("5")
-                rest = resident("VmRSS")
+                if not turn:  # this one connects, and the next is counted
+                    attention(cp, parts, weight)
+                    with MemoryCounter() as counter:
+                        counter.mark(name)
+                        found[name] = attention(cp, parts, weight)
+                    peaks[name] = counter.peak(name)
+                    continue
                 dist.barrier()
                 start = time.perf_counter()
                 found[name] = attention(cp, parts, weight)
                 seconds = torch.tensor(time.perf_counter() - start, dtype=torch.float64)
                 dist.all_reduce(seconds, dist.ReduceOp.MAX)
-                peak = resident("VmHWM") - rest
-                if turn:  # the first one connects
-                    times[name].append(float(seconds))
-                    peaks[name] = max(peak, peaks.get(name, 0))
+                times[name].append(float(seconds))
         if len(found) > 1:
             for one, other in zip(*found.values(), strict=True):
                 torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)

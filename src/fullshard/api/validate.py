@@ -222,6 +222,12 @@ def resolve_mesh(mesh: DeviceMesh | None) -> DeviceMesh:
             f"use init_device_mesh(..., mesh_dim_names=('replicate', 'shard'))"
         )
     names = mesh.mesh_dim_names or ()
+    if mesh.ndim == 2 and names[0] in _SHARDING_AXES and names[1] == "cp":
+        raise ValueError(
+            f"mesh: expected {names[0]} and cp folded into one axis, found them as two, of which the first would have "
+            f"copies (HSDP), in {mesh.size(0)} times the memory; pass "
+            f'mesh["{names[0]}", "cp"]._flatten("{names[0]}_cp")'
+        )
     if mesh.ndim == 2 and names[0] in _SHARDING_AXES:
         warnings.warn(
             f"mesh: expected a first axis with copies, found {names[0]!r} of {mesh.size(0)} ranks, each of which then "

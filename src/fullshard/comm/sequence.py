@@ -141,7 +141,7 @@ class SequenceLine:
         return whole.flatten(0, 1).movedim(0, dim)
 
     def _exchanged(self, like: Tensor, shapes: Sequence[_Shape], fill: Callable[[Tensor], None]) -> Tensor:
-        """Returns what arrives for a message of `shapes` that `fill` writes. What left is free then, before more is made."""
+        """Returns what arrives for a message of `shapes` that `fill` writes. What left is free before more is made."""
         numel = sum(math.prod(shape) for shape in shapes)
         leaving = like.new_empty(numel)
         fill(leaving)

@@ -52,8 +52,8 @@ class ParallelismKeys:
     )
     context_parallel_variant: str = setting(
         AUTO,
-        'attention between these ranks: "ulysses" exchanges heads, "ring" sends keys and values around; "auto" = what '
-        "heads allow, and fewer bytes",
+        'attention between these ranks: "ulysses" exchanges heads, "ring" sends keys and values around; "auto" = the '
+        "first where heads divide, else the second",
         choices=(AUTO, "ulysses", "ring"),
     )
     pipeline_parallel_degree: int = setting(1, "ranks that have different layers", least=1, spellings=("pp_size",))
