@@ -105,3 +105,22 @@ def widths_of(tree: Tree, division: Division) -> dict[str, tuple[int, int]]:
         else:
             found[name] = (VOCABULARY, 16) if isinstance(module, torch.nn.Embedding) else (16, 16)
     return found
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_the_whole_call_on_a_fake_group(device: str) -> None:
+    """`prepare_fully_shard` at any world size in one process: values are where this rank has them."""
+    with fake_world(16):
+        with torch.device(device):
+            model = llama()
+        plan = Parallelism(2, data_parallel_replicate_degree=2)
+        prepared = fullshard.prepare_fully_shard(model, None, parallelism=plan, init=lambda _: None, show=False)
+        assert prepared.source == ("given" if device == "cpu" else "meta")
+        weight = model.get_parameter("layers.0.ffn.up.weight")
+        assert isinstance(weight, DTensor) and weight.to_local().shape == (3, 16)  # of 24 rows, by tp and by four
+        assert prepared.axes.mesh == (("dp_replicate", 2), ("dp_shard", 4), ("tp", 2))
+
+
+def test_micro_batches_of_any_size_are_refused_beside_tp() -> None:
+    with fake_world(4), pytest.raises(fullshard.migrate.ConfigError, match="micro_batches.size = .* give a number"):
+        fullshard.prepare_fully_shard(llama(), None, {"micro_batches": "auto"}, parallelism=Parallelism(2), show=False)

@@ -170,10 +170,9 @@ fp8_config:
   backend: AO
   enable_fsdp_float8_all_gather: true
 """,
-    ROOT,
+    {**ROOT, "parallelism.tensor_parallel_degree": 2},
     (
         "dynamo_config.dynamo_backend",
-        "parallelism_config.parallelism_config_tp_size",
         "mixed_precision",
         "fp8_config.enable_fsdp_float8_all_gather",
     ),
@@ -292,8 +291,8 @@ ALL["trainer 5: a switch and a table"] = Configuration(
         **LOW,
         "sharding.data_parallel_replicate_degree": 2,
         "sharding.data_parallel_shard_degree": 8,
+        "parallelism.tensor_parallel_degree": 2,
     },
-    ("parallelism_config.tp_size",),
 )
 ALL["trainer 5: a strategy that it does not read"] = Configuration(
     "t.json",
@@ -405,8 +404,8 @@ fsdp_config:
         **LOW,
         "sharding.data_parallel_shard_degree": 4,
         "sharding.data_parallel_replicate_degree": 2,
+        "parallelism.tensor_parallel_degree": 2,
     },
-    ("tensor_parallel_size",),
 )
 ALL["axolotl: ZeRO-3, of its own file"] = Configuration(
     "x.yml",
@@ -526,7 +525,7 @@ ALL["llamafactory v1: FSDP2 in float32, kept"] = Configuration(
     "llamafactory-v1",
     V1 + "bf16: false\nenable_activation_checkpointing: false\n"
     "dist_config:\n  name: fsdp2\n  reshard_after_forward: false\n  cp_size: 2\n",
-    {**MODEL_S, **KEPT},
+    {**MODEL_S, **KEPT, "parallelism.context_parallel_degree": 2},
     ("dist_config.cp_size",),
 )
 ALL["llamafactory v1: another plugin, on the meta device"] = Configuration(
@@ -646,13 +645,12 @@ ALL["deepspeed: what 0.18 and 0.19 have"] = Configuration(
  "parameter_alignment": true, "compute_grad_norm": true}, "compile": {"deepcompile": true, "free_activation": true},
  "tensor_parallel": {"autotp_size": 4, "tp_overlap_comm": false}, "gradient_allreduce_op": "sum",
  "data_types": {"grad_accum_dtype": "fp32"}, "expert_parallel": {"enabled": true, "autoep_size": 2}}""",
-    {**KEPT, "precision.mode": "PURE"},
+    {**KEPT, "precision.mode": "PURE", "parallelism.tensor_parallel_degree": 4},
     (
         "gradient_clipping",
         "bf16.bf16_master_weights_and_grads",
         "zero_optimization.zenflow",
         "compile.deepcompile",
-        "tensor_parallel.autotp_size",
         "gradient_allreduce_op",
         "data_types.grad_accum_dtype",
         "expert_parallel.autoep_size",
@@ -812,6 +810,11 @@ precompute_float8_dynamic_scale_for_fsdp = true
         "sharding.data_parallel_replicate_degree": 2,
         "sharding.data_parallel_shard_degree": 4,
         "sharding.reshard_after_forward": False,
+        "parallelism.tensor_parallel_degree": 8,
     },
-    ("parallelism.tensor_parallel_degree", "compile.enable", "quantize.linear.float8.enable_fsdp_float8_all_gather"),
+    (
+        "parallelism.enable_async_tensor_parallel",
+        "compile.enable",
+        "quantize.linear.float8.enable_fsdp_float8_all_gather",
+    ),
 )

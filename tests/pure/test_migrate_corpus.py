@@ -234,7 +234,6 @@ SAME: dict[str, list[tuple[str, str, str]]] = {
             '{"zero_optimization": {}, "tensor_parallel": {"autotp_size": 2}}',
             "tensor_parallel.autotp_size",
         ),
-        ("c.yaml", "fsdp: {verbose: true}\ntp: {strategy: ffn}\n", "tp"),
     ],
     "clipping of an engine": [
         ("d.json", '{"zero_optimization": {"stage": 2}, "gradient_clipping": 0.5}', "gradient_clipping"),

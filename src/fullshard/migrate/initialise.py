@@ -34,7 +34,12 @@ def source_of(model: nn.Module, keys: InitialisationKeys, mesh: DeviceMesh) -> s
     at_first = rank == mesh.mesh.flatten()[0].item()
     # By rank: all parameters on the meta device, a part of its tensors, none; and rank 0 for itself.
     told = torch.tensor([whole, bool(meta) and not whole, not meta, at_first and not meta], dtype=torch.int32)
-    all_meta, partly, none, first_has = sum_over(mesh, told, "the initialisation of prepare_fully_shard").tolist()
+    if torch.distributed.get_backend() == "fake":
+        # torch's fake group, which plans and tests use, brings no sums: all ranks are taken to be as this one.
+        told *= torch.tensor([mesh.size()] * 3 + [1], dtype=torch.int32)
+    else:
+        told = sum_over(mesh, told, "the initialisation of prepare_fully_shard")
+    all_meta, partly, none, first_has = told.tolist()
     is_mixed = bool(first_has) and all_meta == mesh.size() - 1 and none == 1
     source = keys.source
     if source == "auto":

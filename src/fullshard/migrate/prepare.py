@@ -22,7 +22,7 @@ from ..engine.names import clean_name
 from ..engine.root import module_units
 from ..extras import MicroBatches
 from ..extras.pipeline import LossFn, Pipeline, whole_loss
-from ..keys import ConfigError
+from ..keys import ConfigError, invalid
 from ..policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from ..policy.arguments import expect, expect_callable, expect_flag, expect_module, expect_optimizers
 from ..policy.casting import Chosen as CastFn
@@ -44,6 +44,7 @@ from .initialise import Init, fill, send_values, source_of
 from .kept import kept_modules, kept_names, policy_that_keeps
 from .meshes import Meshes, build_meshes, check_mesh
 from .parallelism import Parallelism
+from .parallelism_config import ParallelismSizes, is_parallelism_config, of_accelerate
 from .pipeline import (
     check_reshard,
     keep_parameters,
@@ -193,7 +194,7 @@ def prepare_fully_shard(
     config: ShardingConfig | Mapping[str, Any] | str | Path | None = None,
     *,
     mesh: DeviceMesh | None = None,
-    parallelism: Parallelism | Mapping[str, Any] | None = None,
+    parallelism: Parallelism | Mapping[str, Any] | ParallelismSizes | None = None,
     wrap_fn: WrapFn | None = None,
     init: Init | None = None,
     cast_fn: CastFn | None = None,
@@ -211,7 +212,8 @@ def prepare_fully_shard(
         blocks as units, all ranks, the dtypes of the parameters. docs/prepare.md lists the keys.
     mesh: 1-D (shard) or 2-D (replicate, shard), instead of the degrees of the configuration; with tensor parallelism
         that was applied before, the data-parallel axes of its mesh; with `parallelism`, those of a mesh with its axes.
-    parallelism: the degrees of all axes and the styles of modules, instead of the section of the configuration. One
+    parallelism: the degrees of all axes and the styles of modules, instead of the section of the configuration; also
+        Accelerate's `ParallelismConfig`. One
         mesh is built; layers are divided over `tp`, before activations, sharding and the optimizer, which all may be
         asked for in any order; what a forward gets is compared along the axes (docs/parallelism.md).
     wrap_fn: (name, module) -> True, False, or arguments of `fully_shard` as a dict, for `wrap.by = "function"`.
@@ -240,6 +242,7 @@ def prepare_fully_shard(
     config = read_config(config)
     if parallelism is not None:
         config = config.with_parallel(_plan(parallelism))
+    _refuse_found_sizes(config)
     _refuse_sharded(model)
     tree = Tree(model)
     plans, ties = resolve_ties(tree, choose_units(tree, config.wrap, wrap_fn), config.wrap.ties)
@@ -357,11 +360,16 @@ def _refuse_strangers(model: nn.Module, optimizers: Iterable[torch.optim.Optimiz
             )
 
 
-def _plan(parallelism: Parallelism | Mapping[str, Any]) -> Parallelism:
+def _plan(parallelism: Any) -> Parallelism:
     if isinstance(parallelism, Parallelism):
         return parallelism
+    if is_parallelism_config(parallelism):
+        return of_accelerate(parallelism)
     if not isinstance(parallelism, Mapping):
-        raise ConfigError(f"parallelism: expected a Parallelism or a table of its keys, found {parallelism!r}")
+        raise ConfigError(
+            f"parallelism: expected a Parallelism, a table of its keys or Accelerate's ParallelismConfig, found "
+            f"{parallelism!r}"
+        )
     return read_config({"parallelism": parallelism}).parallel
 
 
@@ -510,6 +518,13 @@ def _check_cast_inputs(
         "precision.cast_inputs",
         [(option, [tree.modules[name] for name in modules[unit]]) for unit, option in options.items()],
     )
+
+
+def _refuse_found_sizes(config: ShardingConfig) -> None:
+    """Raise `ConfigError` for a micro-batch of any size beside layers that ranks share."""
+    if config.micro_batches.size == AUTO and config.parallelism.tensor_parallel_degree > 1:
+        problem = "ranks that share layers wait for the one that is out of memory; give a number"
+        raise invalid("micro_batches.size", AUTO, problem, "1")
 
 
 def _micro_batches(model: nn.Module, config: ShardingConfig) -> MicroBatches | None:

@@ -310,6 +310,9 @@ class _Converter:
         elif not any(r.case.when == ("selective",) for r in self._given("recompute")):
             for name in ("activation_checkpointing.every", "activation_checkpointing.save"):
                 self._forget(name, "has no effect in this mode")
+        if value.get("parallelism.tensor_parallel_degree", 1) == 1:
+            for name in ("enable_sequence_parallel", "enable_loss_parallel"):
+                self._forget(f"parallelism.{name}", "has no effect with tensor_parallel_degree = 1")
         if value.get(KIND) == "sharded":
             for name in ("state_dict.rank0_only", "state_dict.offload_to_cpu"):
                 self.settings.pop(name, None)
