@@ -48,7 +48,7 @@ ROOMS: dict[str, frozenset[str]] = {
         {"keys", "policy", "comm", "param", "engine", "api", "extras", "observe", "checkpoint", "program", "_torch"}
     ),
     # Of `observe` only the mode that sees numbers taken of parts of sums; what is compared does not go through it.
-    "verify": frozenset({"", "program", "rounding", "page", "checkpoint", "observe"}),
+    "verify": frozenset({"", "program", "rounding", "page", "checkpoint", "observe", "migrate"}),
     # Pure but for `facts`, which knows programs, and `tape`, which watches what torch dispatches.
     "plan": frozenset({"layout", "schedule", "program", "page", "_torch"}),
     # `--from` reads what `fullshard migrate` reads.

@@ -20,7 +20,8 @@ examples:
 
 A strategy is made of words with + between them:
   zero3 zero2 zero3=N     parameters are freed after each forward, or not, or N ranks keep them together
-  hsdp=N tp=N             N replicas; tensor parallelism over N ranks (by the program's `parallelize`)
+  hsdp=N tp=N             N replicas; tensor parallelism over N ranks, by the program's `parallelize` or the model's own
+                          styles; sp, lp beside it: with sequence parallelism, with the loss of logits that stay cut
   bf16 fp16               computed with in that dtype, reduced in float32; fp16 with a scaled loss
   pure                    beside them: reduced in that dtype, too
   norms                   beside them: torch's norms compute in the dtype of their parameters
@@ -70,7 +71,7 @@ def run(arguments: argparse.Namespace) -> int:
     from fullshard.verify.strategy import DEFAULT, parse_strategy
 
     try:
-        strategies = [parse_strategy(text) for text in arguments.strategies or DEFAULT]
+        strategies = [parse_strategy(text) for text in arguments.strategies or _declared(arguments.program) or DEFAULT]
         for name, value in (("--nproc", arguments.nproc), ("--steps", arguments.steps)):
             if value < 1:
                 raise ValueError(f"{name} {value}: expected at least 1")
@@ -95,3 +96,22 @@ def run(arguments: argparse.Namespace) -> int:
         arguments.html.write_text(page.page(arguments.program, results))
     print(json.dumps(page.as_json(arguments.program, results)) if arguments.json else page.table(results))
     return is_verified(results)
+
+
+def _declared(program: str) -> list[str]:
+    """The strategy of the axes that a config of the trainer declares; empty without axes beside data parallelism."""
+    from fullshard.program import ProgramError
+    from fullshard.train.config import ConfigError, load_config
+
+    if not program.endswith(".toml"):
+        return []
+    try:
+        sharding = load_config(Path(program)).sharding
+    except ConfigError as error:
+        raise ProgramError(str(error)) from error
+    keys, copies = sharding.parallelism, sharding.sharding.data_parallel_replicate_degree
+    if keys.tensor_parallel_degree == 1:
+        return []
+    words = ["zero3", *[f"hsdp={copies}"] * (copies > 1), f"tp={keys.tensor_parallel_degree}"]
+    words += ["sp"] * (keys.enable_sequence_parallel is not False) + ["lp"] * keys.enable_loss_parallel
+    return ["+".join(words)]

@@ -35,7 +35,7 @@ def of_accelerate(config: Any) -> Parallelism:
     the others leave. Raises `ConfigError` for what has no counterpart: DeepSpeed's sequence parallelism, asynchronous
     tensor parallelism. `cp_handler` says how attention is computed, which `fullshard.context_parallel` decides."""
     sizes = {name: getattr(config, name) for name in SIZES}
-    given = {SIZES[name]: 1 if size is None else size for name, size in sizes.items()}
+    given: dict[str, Any] = {SIZES[name]: 1 if size is None else size for name, size in sizes.items()}
     others = {name: getattr(config, name, None) for name in ("sp_size", "ep_size")}
     for name, size in others.items():
         if size not in (None, 1):

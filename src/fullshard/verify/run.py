@@ -18,6 +18,8 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from fullshard.migrate import ConfigError
+from fullshard.migrate.declared import declare
 from fullshard.program import Program, ProgramError, find_program
 
 from .applicable import Applicable
@@ -75,11 +77,8 @@ def _results(
     settings = [Setting(entry, library, s, world, steps, device) for library in libraries for s in strategies]
     for strategy in strategies:
         strategy.shards(world)
-        if strategy.tensor > 1 and program.parallelize is None:
-            raise ProgramError(
-                f"{strategy}: expected a program that says how its model is split over the axis tp, found none; give "
-                f"Program(parallelize=lambda model, mesh: parallelize_module(model, mesh, plan))"
-            )
+        if strategy.tensor > 1:
+            _check_division(program, strategy, world)
     if any(strategy.norms for strategy in strategies):
         if not norms_of(program.model()):
             raise ProgramError("norms: expected a model with norms of torch, found none; leave the word out")
@@ -200,6 +199,19 @@ def _try(program: Program, entry: str) -> None:
             f"{entry}: expected the strategy to choose the precision, which the plain model must follow, found "
             f"mp_policy among the options that shard passes; leave it out, and ask for zero3+bf16"
         )
+
+
+def _check_division(program: Program, strategy: Strategy, world: int) -> None:
+    """Raise `ProgramError` if the model cannot be divided over `tp` as `strategy` says."""
+    if program.parallelize is not None:
+        if strategy.sequence or strategy.loss:
+            problem = "expected the styles of the model, which sp and lp change, found parallelize of the program"
+            raise ProgramError(f"{strategy}: {problem}; leave the words, or parallelize, out")
+        return
+    try:
+        declare(program.model(), strategy.parallelism, world)
+    except ConfigError as error:
+        raise ProgramError(f"{strategy}: {error}") from error
 
 
 def _reference_device(device: str) -> torch.device:

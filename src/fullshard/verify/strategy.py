@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from fullshard.migrate.parallelism import Parallelism
+
 _PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -16,7 +18,8 @@ class Strategy:
     """`reshard`: `reshard_after_forward`. `replicas`: how many ranks hold each shard (HSDP). `precision`: "bf16" or
     "fp16", in which parameters are computed with, and reduced in float32, or with `pure` in it; "fp16" with a scaled
     loss. `norms`: beside it, torch's norms compute in the dtype of their parameters. `micro`: micro-batches of a step,
-    of which the last synchronises. `tensor`: ranks of an axis of tensor parallelism.
+    of which the last synchronises. `tensor`: ranks of an axis of tensor parallelism; `sequence`, `loss`: with sequence
+    and with loss parallelism over it.
 
     >>> parse_strategy("zero2+bf16+micro=2") == Strategy(reshard=False, precision="bf16", micro=2)
     True
@@ -33,6 +36,8 @@ class Strategy:
     micro: int = 1
     recompute: bool = False
     tensor: int = 1
+    sequence: bool = False
+    loss: bool = False
 
     def __str__(self) -> str:
         numbers = {"hsdp": self.replicas, "micro": self.micro, "tp": self.tensor}
@@ -41,7 +46,18 @@ class Strategy:
         words += ["pure"] * self.pure + ["norms"] * self.norms
         words += ["offload"] * self.offload + ["recompute"] * self.recompute
         words += [f"{name}={numbers[name]}" for name in ("micro", "tp") if numbers[name] > 1]
+        words += ["sp"] * self.sequence + ["lp"] * self.loss
         return "+".join(words)
+
+    @property
+    def parallelism(self) -> Parallelism:
+        """How layers are divided, unless the program says it."""
+        return Parallelism(
+            self.tensor,
+            self.sequence,
+            enable_loss_parallel=self.loss,
+            data_parallel_replicate_degree=self.replicas,
+        )
 
     @property
     def dtype(self) -> torch.dtype | None:
@@ -69,12 +85,13 @@ class Strategy:
 
 # What is verified unless the user says otherwise.
 DEFAULT = ("zero3", "zero2", "zero3+bf16", "zero3+micro=2", "zero3+recompute", "zero3+offload")
-WORDS = "zero3, zero3=N, zero2, hsdp=N, bf16, fp16, pure, norms, offload, micro=N, recompute, tp=N"
+WORDS = "zero3, zero3=N, zero2, hsdp=N, bf16, fp16, pure, norms, offload, micro=N, recompute, tp=N, sp, lp"
 
 
 def parse_strategy(text: str) -> Strategy:
     """Raises `ValueError` with the words that there are."""
     found = Strategy()
+    flags = {name: name for name in ("offload", "recompute", "pure", "norms")} | {"sp": "sequence", "lp": "loss"}
     numbered = {"hsdp": "replicas", "micro": "micro", "tp": "tensor", "zero3": "reshard"}
     for word in text.split("+"):
         name, _, number = word.strip().partition("=")
@@ -84,13 +101,15 @@ def parse_strategy(text: str) -> Strategy:
             given = {"reshard": name == "zero3"}
         elif name in _PRECISIONS and not number:
             given = {"precision": name}
-        elif name in ("offload", "recompute", "pure", "norms") and not number:
-            given = {name: True}
+        elif name in flags and not number:
+            given = {flags[name]: True}
         else:
             raise ValueError(f"{text}: expected words of {WORDS} with + between them, found {word!r}")
         found = replace(found, **given)
     if found.pure and not found.precision:
         raise ValueError(f"{text}: expected bf16 or fp16 beside pure, which reduces in that dtype")
+    if (found.sequence or found.loss) and found.tensor == 1:
+        raise ValueError(f"{text}: expected tp=N beside sp and lp, which are over the ranks of tp")
     if found.norms and not found.precision:
         raise ValueError(f"{text}: expected bf16 or fp16 beside norms, which keep the dtype of their parameters")
     return found

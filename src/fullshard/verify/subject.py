@@ -10,7 +10,7 @@ import hashlib
 import random
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -23,6 +23,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
+from fullshard.migrate.axes import Axes
+from fullshard.migrate.declared import parallelize_by
+from fullshard.migrate.relations import Relations
 from fullshard.observe.partial_reads import PartialReads
 from fullshard.program import OwnDtype, Program, blocks_apart, to_device
 
@@ -110,9 +113,13 @@ class Training:
         model.train()
         blocks = blocks_apart(model) if strategy.recompute else []
         self.mesh = mesh = mesh or _mesh(setting, device)
+        self.loss_context: Callable[[], AbstractContextManager[Any]] = nullcontext
         if strategy.tensor > 1:
-            assert program.parallelize is not None
-            program.parallelize(model, mesh["tp"])
+            made = (program.parallelize or parallelize_by(strategy.parallelism))(model, mesh["tp"])
+            self.loss_context = made if callable(made) else nullcontext
+            if setting.library == "fullshard":
+                axes = Axes(dp_replicate=strategy.replicas, dp_shard=setting.shards, tp=strategy.tensor)
+                Relations(model, axes, mesh)
         inner = mesh["replicate", "shard"] if strategy.replicas > 1 else mesh["shard"]
         self.trained: Any = (
             Sharded(program, model, setting, inner, output_dtype)
@@ -161,10 +168,11 @@ class Training:
                 if weights.gradients is not None:
                     weights.gradients.append({})
                 weights.phase = "forward"
-                with reading:
-                    loss = self.program.loss(self.model, batch)
-                weights.phase = "backward"
-                self.scaler.scale(loss / micros).backward()
+                with self.loss_context():
+                    with reading:
+                        loss = self.program.loss(self.model, batch)
+                    weights.phase = "backward"
+                    self.scaler.scale(loss / micros).backward()
             losses.append(host(loss))
             states.append(generators(self.device))
         uses, buffers = weights.take(), buffers_of(trained.plain)

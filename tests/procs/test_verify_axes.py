@@ -1,0 +1,90 @@
+"""`fullshard verify` proves a declared parallelism beside one process, and finds what is planted in it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from fullshard.cli import main
+from fullshard.cli.verify import _declared
+from fullshard.program import ProgramError
+from fullshard.verify.run import verify
+from fullshard.verify.setting import EXERCISES
+from fullshard.verify.strategy import parse_strategy
+from tests.harness.errors import RanksFailed
+from tests.harness.verified import compare, record
+
+ENTRY = "tests.harness.verified_axes:"
+EXAMPLE = Path(__file__).parents[2] / "examples" / "train_3d.toml"
+
+
+@pytest.mark.hang_after(300)
+@pytest.mark.parametrize(
+    ("program", "strategy", "world"),
+    [
+        ("declared", "zero3+tp=2+sp", 2),
+        pytest.param("declared", "zero3+tp=2", 4, marks=pytest.mark.slow),
+        pytest.param("declared", "zero3+hsdp=2+tp=2+sp", 4, marks=pytest.mark.slow),
+        pytest.param("declared", "zero2+micro=2+recompute+tp=2+sp", 4, marks=pytest.mark.slow),
+        pytest.param("declared", "zero3+tp=2+sp+lp", 4, marks=pytest.mark.slow),
+        pytest.param("heads", "zero3+tp=2", 4, marks=pytest.mark.slow),
+    ],
+)
+def test_a_declaration_is_equal_to_one_process(program: str, strategy: str, world: int, tmp_path: Path) -> None:
+    """Losses, gradients, parameters, optimizer state, and the norm by which clipping divides."""
+    setting = record(tmp_path, strategy, world, entry=ENTRY + program, exercises=("clipping",))
+    assert str(setting.strategy) == strategy or "recompute" in strategy
+    result = compare(tmp_path, setting)
+    assert result.verdict == "equal", result.difference
+    assert "clipping" in EXERCISES and result.compared > 100
+
+
+@pytest.mark.hang_after(300)
+@pytest.mark.parametrize(
+    ("program", "strategy", "phase", "name"),
+    [
+        ("wrong_style", "zero3+tp=2", "backward", "norm.weight"),
+        pytest.param("forgotten_sum", "zero3+tp=2", "forward", "loss", marks=pytest.mark.slow),
+    ],
+)
+def test_a_planted_fault_is_found(program: str, strategy: str, phase: str, name: str, tmp_path: Path) -> None:
+    result = compare(tmp_path, record(tmp_path, strategy, 2, entry=ENTRY + program, steps=1))
+    found = result.difference
+    assert found is not None and found.phase == phase and found.name.endswith(name)
+
+
+@pytest.mark.slow
+@pytest.mark.hang_after(300)
+@pytest.mark.parametrize("program", ["other_data", "other_data_by_hand"])
+def test_ranks_of_tp_with_different_data_are_named(program: str, tmp_path: Path) -> None:
+    with pytest.raises(RanksFailed, match="tp: expected the ranks 0, 1 to give the model the same inputs"):
+        record(tmp_path, "zero3+tp=2", 2, entry=ENTRY + program, steps=1)
+
+
+def test_words() -> None:
+    for text in ("zero3+tp=2+sp", "zero3+hsdp=2+tp=2+sp+lp"):
+        assert str(parse_strategy(text)) == text
+    with pytest.raises(ValueError, match="expected tp=N beside sp and lp"):
+        parse_strategy("zero3+sp")
+
+
+def test_the_degrees_of_a_config() -> None:
+    assert _declared(str(EXAMPLE)) == ["zero3+hsdp=2+tp=2+sp"] and _declared("verify_me:program") == []
+
+
+@pytest.mark.parametrize(
+    ("program", "strategy", "said"),
+    [
+        ("declared", "zero3+tp=4", "must divide the key and value heads, 2; nearest legal plan"),
+        ("other_data_by_hand", "zero3+tp=2+sp", "found parallelize of the program; leave the words"),
+    ],
+)
+def test_what_cannot_be_divided_is_said_before_processes_start(program: str, strategy: str, said: str) -> None:
+    with pytest.raises(ProgramError, match=said):
+        verify(ENTRY + program, [parse_strategy(strategy)], world=4)
+
+
+def test_the_command_says_it_in_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", ENTRY + "declared", "--strategies", "zero3+tp=4", "--nproc", "4"]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
