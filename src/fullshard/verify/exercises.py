@@ -312,7 +312,8 @@ def _evaluate(training: Training, when: str, mode: str) -> Evaluated:
     before, weights.phase = _buffers(training), "forward"
     with evaluating(training.model, mode):
         seed_generators(seed_of(index))
-        loss = training.program.loss(training.model, batch)
+        with training.loss_context():
+            loss = full(training.program.loss(training.model, batch))
     if training.setting.library == "torch":
         # With reshard_after_forward=False an evaluation leaves full parameters on the modules of torch's FSDP2, without
         # gradients and stale after the next optimizer step, until somebody calls this.

@@ -173,7 +173,7 @@ class Training:
                         loss = self.program.loss(self.model, batch)
                     weights.phase = "backward"
                     self.scaler.scale(loss / micros).backward()
-            losses.append(host(loss))
+            losses.append(full(loss))
             states.append(generators(self.device))
         uses, buffers = weights.take(), buffers_of(trained.plain)
         scaled = trained.gradients() if self.setting.watched else {}
