@@ -13,6 +13,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 import fullshard
 from fullshard import Parallelism
+from fullshard.migrate import compilation
 from fullshard.migrate.meshes import build_meshes, check_mesh
 from fullshard.migrate.styles import messages_of
 from fullshard.migrate.tensor_parallel import Division, Replaced, apply_styles, divide
@@ -22,6 +23,7 @@ from fullshard.train.model import sharded_model
 from fullshard.train.process import world_of
 from tests.harness.axes import TOKENS, VOCABULARY, batch, llama, loss
 from tests.harness.fake import fake_world
+from tests.harness.installed import clear_redistribution_cache, clear_sharding_cache
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "train_3d.toml"
 
@@ -110,6 +112,8 @@ def widths_of(tree: Tree, division: Division) -> dict[str, tuple[int, int]]:
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_the_whole_call_on_a_fake_group(device: str) -> None:
     """`prepare_fully_shard` at any world size in one process: values are where this rank has them."""
+    clear_sharding_cache()
+    clear_redistribution_cache()
     with fake_world(16):
         with torch.device(device):
             model = llama()
@@ -124,3 +128,28 @@ def test_the_whole_call_on_a_fake_group(device: str) -> None:
 def test_micro_batches_of_any_size_are_refused_beside_tp() -> None:
     with fake_world(4), pytest.raises(fullshard.migrate.ConfigError, match="micro_batches.size = .* give a number"):
         fullshard.prepare_fully_shard(llama(), None, {"micro_batches": "auto"}, parallelism=Parallelism(2), show=False)
+
+
+@pytest.mark.parametrize(
+    ("config", "styles", "said"),
+    [
+        ({}, {}, "expected embeddings that are whole beside compiled blocks, found embedding divided"),
+        (
+            {"activation_checkpointing": "units"},
+            {"embedding": "keep"},
+            "expected no recomputation of compiled blocks whose layers are divided",
+        ),
+    ],
+    ids=["embedding", "recomputation"],
+)
+def test_what_torch_gets_wrong_in_compiled_blocks_is_refused(config: Any, styles: dict[str, str], said: str) -> None:
+    """By name, before the model is changed; tests/procs/test_compiled_axes.py shows what torch does."""
+    if "recomputation" in said and compilation.RECOMPUTES:
+        pytest.skip("this torch recomputes them")
+    plan = Parallelism(2, False, styles=styles)
+    with fake_world(4):
+        model = llama()
+        before = dict(model.named_parameters())
+        with pytest.raises(fullshard.migrate.ConfigError, match=said):
+            fullshard.prepare_fully_shard(model, None, {"compile": "eager", **config}, parallelism=plan, show=False)
+        assert all(p is before[name] for name, p in model.named_parameters())

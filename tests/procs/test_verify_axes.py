@@ -77,7 +77,7 @@ def test_the_degrees_of_a_config() -> None:
     ("program", "strategy", "said"),
     [
         ("declared", "zero3+tp=4", "must divide the key and value heads, 2; nearest legal plan"),
-        ("other_data_by_hand", "zero3+tp=2+sp", "found parallelize of the program; leave the words"),
+        ("other_data_by_hand", "zero3+tp=2+sp", "found a division of its own; leave the words"),
     ],
 )
 def test_what_cannot_be_divided_is_said_before_processes_start(program: str, strategy: str, said: str) -> None:

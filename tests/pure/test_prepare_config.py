@@ -21,6 +21,7 @@ CHANGED: dict[str, tuple[Any, dict[str, Any]]] = {
     "wrap.plan": (["layers.*", ["norm", "head"]], {"by": "plan"}),
     "wrap.group_ends": (False, {}),
     "wrap.ties": ("refuse", {}),
+    "wrap.compile": (True, {}),
     "wrap.ignored": (["head.*"], {}),
     "sharding.data_parallel_shard_degree": (4, {}),
     "sharding.data_parallel_replicate_degree": (2, {}),

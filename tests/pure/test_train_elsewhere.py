@@ -116,6 +116,7 @@ ROWS: dict[str, tuple[dict[str, Any], list[str], dict[str, Any]]] = {
     ),
     "state": ({"state_dict": {"kind": "full", "rank0_only": True}}, [EQUIVALENT], {}),
     "overrides": ({"override": {"layers.0": {"cpu_offload": True}}}, [LOSSY], {}),
+    "compiled blocks": ({"compile": True}, [LOSSY], {}),
     "nothing": ({}, [], {}),
 }
 

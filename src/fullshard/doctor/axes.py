@@ -7,7 +7,7 @@ around it, ranks would have to add what they have, and nothing does.
 
 from __future__ import annotations
 
-import sys
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -172,9 +172,9 @@ _ADDING: dict[Any, tuple[str, Callable[..., int]]] = {
 
 def _place() -> str:
     """The nearest line outside of torch and of this package."""
-    frame = sys._getframe(1)
+    frame = inspect.currentframe()
     while frame is not None and frame.f_code.co_filename.startswith(_NOT_USERS):
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     if frame is None:
         return "an unknown place"
     return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} in {frame.f_code.co_name}"

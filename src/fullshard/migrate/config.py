@@ -18,6 +18,8 @@ _DTYPES = ("float32", "bfloat16", "float16", "float64")
 WRAPPINGS = ("auto", "children", "classes", "no_split_modules", "attributes", "size", "function", "plan", "none")
 SOURCES = ("auto", "given", "cpu", "meta", "mixed", "pretrained")
 
+COMPILERS = ("inductor", "aot_eager", "eager")
+
 # One unit of a written plan: a pattern, each match of which is a unit, or several that are one unit together.
 PlanEntry = str | tuple[str, ...]
 
@@ -48,6 +50,12 @@ class WrapKeys:
         'a parameter shared between units goes to the lowest unit around all its users ("lowest_common"), to one unit '
         'of all these modules ("one_unit"), or is an error ("refuse")',
         choices=("lowest_common", "one_unit", "refuse"),
+    )
+    compile: bool | str = setting(
+        False,
+        "compile the blocks, each by itself: after their layers are divided and recomputed, before they are sharded; "
+        "true = by inductor, or one of these backends of torch",
+        words=COMPILERS,
     )
     ignored: tuple[str, ...] = setting((), "names of parameters or modules to leave unsharded; `*` stands for any text")
 
@@ -252,6 +260,7 @@ class ShardingConfig:
             raise invalid("sharding.pin_memory", False, "has no effect without cpu_offload", "cpu_offload = true")
         self._check_activations()
         self._check_kept()
+        self.check_sizes()
         if self.micro_batches.size == 0 and self.micro_batches.reduce != "last":
             raise invalid("micro_batches.reduce", "each", "has no effect without micro_batches.size", 'size = "auto"')
         if self.state_dict.rank0_only and self.state_dict.kind != "full":
@@ -261,6 +270,12 @@ class ShardingConfig:
                 raise ConfigError(f'override[{number}].modules: expected the units meant, such as "layers.0"')
             if all(getattr(found, key.name) is None for key in fields(Override)[1:]):
                 raise ConfigError(f"override[{number}]: expected a setting for {found.modules}, found none")
+
+    def check_sizes(self) -> None:
+        """Raise `ConfigError` for micro-batches of any size beside layers that ranks share."""
+        if self.micro_batches.size == AUTO and self.parallelism.tensor_parallel_degree > 1:
+            problem = "ranks that share layers wait for the one that is out of memory; give a number"
+            raise invalid("micro_batches.size", AUTO, problem, "1")
 
     def _check_kept(self) -> None:
         keys = self.precision
@@ -304,7 +319,9 @@ class ShardingConfig:
                 problem = f"the parallelism beside it has {degrees[name]}; leave one out"
                 raise invalid(f"sharding.{name}", own, problem)
         sharding = replace(self.sharding, **degrees)
-        return replace(self, parallelism=ParallelismKeys(**keys), sharding=sharding)
+        found = replace(self, parallelism=ParallelismKeys(**keys), sharding=sharding)
+        found.check_sizes()
+        return found
 
     def degrees(self, world: int) -> tuple[int, int]:
         """(replicate, shard) on `world` ranks: the ranks with copies, and those over which a parameter is cut, which

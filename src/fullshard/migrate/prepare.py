@@ -29,6 +29,7 @@ from ..policy.casting import Chosen as CastFn
 from ..policy.casting import check_cast_inputs, check_known_names
 from .activations import checkpoint_by_config
 from .axes import Axes
+from .compilation import compile_block, is_block, refuse_faults
 from .config import AUTO, DEFAULT, Override, ShardingConfig
 from .experts import (
     ExpertDivision,
@@ -242,7 +243,6 @@ def prepare_fully_shard(
     config = read_config(config)
     if parallelism is not None:
         config = config.with_parallel(_plan(parallelism))
-    _refuse_found_sizes(config)
     _refuse_sharded(model)
     tree = Tree(model)
     plans, ties = resolve_ties(tree, choose_units(tree, config.wrap, wrap_fn), config.wrap.ties)
@@ -252,6 +252,7 @@ def prepare_fully_shard(
     ignored = _ignored(tree, config.wrap.ignored)
     _refuse_strangers(model, optimizers)
     axes, division, (whole, mesh), experts = _parallel(tree, config, mesh, names)
+    refuse_faults(tree, config, division)
     split = pipeline_of(tree, config, axes, whole, plans)
     masters = _masters(model, config.precision.master, ignored)
     arguments = {plan.name: _arguments(plan, config, overrides[plan.name], mesh, ignored) for plan in plans}
@@ -294,6 +295,8 @@ def prepare_fully_shard(
         if ignored:
             successors = replaced.successors()
             arguments[plan.name]["ignored_params"] = {successors.get(id(p), p) for p in ignored}
+        if config.wrap.compile and is_block(plan):
+            compile_block(modules[0], config.wrap.compile)
         for unit in [[stage] for stage in stages.values()] if plan == ROOT else [modules]:
             fully_shard(unit[0] if len(unit) == 1 else unit, **arguments[plan.name])
     here = [name for name in experts.names if split is None or split.is_own(name)]

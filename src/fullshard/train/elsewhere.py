@@ -83,8 +83,11 @@ class _Row(NamedTuple):
 
 
 def _rows(config: ShardingConfig) -> Iterator[_Row]:
-    for key, value in [*_changed(config, "wrap")][:1]:
+    units = [(key, value) for key, value in _changed(config, "wrap") if key != "wrap.compile"]
+    for key, value in units[:1]:
         yield _Row(key, value, EQUIVALENT, {}, "units are the blocks of the trainer's model, and the rest")
+    if config.wrap.compile:
+        yield _Row("wrap.compile", config.wrap.compile, LOSSY, {}, "the trainer compiles nothing: the same numbers")
     if config.wrap.ignored:
         yield _Row("wrap.ignored", list(config.wrap.ignored), LOSSY, {}, "the trainer shards all parameters")
     yield from _sharding(config)

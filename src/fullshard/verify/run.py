@@ -205,8 +205,8 @@ def _check_division(program: Program, strategy: Strategy, world: int) -> None:
     """Raise `ProgramError` if the model cannot be divided over `tp` as `strategy` says."""
     if program.parallelize is not None:
         if strategy.sequence or strategy.loss:
-            problem = "expected the styles of the model, which sp and lp change, found parallelize of the program"
-            raise ProgramError(f"{strategy}: {problem}; leave the words, or parallelize, out")
+            problem = "expected the styles of the model, which sp and lp change, found a division of its own"
+            raise ProgramError(f"{strategy}: {problem}; leave the words out, or that")
         return
     try:
         declare(program.model(), strategy.parallelism, world)
