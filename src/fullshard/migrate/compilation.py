@@ -47,7 +47,7 @@ def refuse_faults(tree: Tree, config: ShardingConfig, division: Division) -> Non
             f'parallelism.styles = {{"{cut[0]}" = "keep"}} with enable_sequence_parallel = false, or compile = false'
         )
     keys = config.activation_checkpointing
-    if keys.at != "none" and keys.recompute and not RECOMPUTES:
+    if division.styles and keys.at != "none" and keys.recompute and not RECOMPUTES:
         raise ConfigError(
             "wrap.compile: expected no recomputation of compiled blocks whose layers are divided: torch before 2.14 "
             "raises AssertionError for what their forward saves; nearest valid: activation_checkpointing = false, or "
