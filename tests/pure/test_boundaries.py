@@ -127,7 +127,6 @@ PRIVATE_ALLOWED: dict[tuple[str, str], str] = {
     ("checkpoint/formats/writings.py", "'_keys_to_ignore_on_save'"): "transformers: what its files leave out",
     ("compat/fsdp1.py", "'_module_classes_to_ignore'"): "a field of FSDP1's MixedPrecision, which users set",
     ("peers/process.py", "._current_frames"): "of Python's sys, documented; torch has no such name",
-    ("doctor/axes.py", "._getframe"): "likewise",
     ("param/swap.py", "._parameters"): "the one file that puts tensors on modules: setattr takes thirty times as long",
 }
 

@@ -209,7 +209,7 @@ class Root:
                 self.companion.forward_ends()
             except BaseException as error:
                 # What each rank expects next differs too: the next forward begins with a meeting.
-                rules.forward_refused(self.run, unit.record)
+                self.run.refuse_forward(unit.record)
                 self.companion.failed(error, f"the end of the forward of {unit.record.name}")
                 raise
             if uploading and not torch.is_grad_enabled():

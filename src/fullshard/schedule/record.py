@@ -314,6 +314,11 @@ class RunRecord:
         # Counts the times that leftovers of a failed step were discarded.
         self.generation = 0
 
+    def refuse_forward(self, unit: UnitRecord) -> None:
+        """[R47] Ranks did different things in the outermost forward, of `unit`, that is over: like one that raised, it
+        leaves leftovers, and the next one discards the order that it recorded."""
+        self.forward_root = unit
+
     @property
     def has_leftovers(self) -> bool:
         """Whether a step began and did not finish. Only meaningful while no step can be running."""

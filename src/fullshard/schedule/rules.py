@@ -183,12 +183,6 @@ def forward_failed(run: RunRecord, unit: UnitRecord, *, in_backward: bool = Fals
     return commands
 
 
-def forward_refused(run: RunRecord, unit: UnitRecord) -> None:
-    """[R47] Ranks did different things in the outermost forward, of `unit`, that is over: like one that raised, it
-    leaves leftovers, and the next one discards the order that it recorded."""
-    run.forward_root = unit
-
-
 # ---- backward -----------------------------------------------------------------------------------------------
 
 
