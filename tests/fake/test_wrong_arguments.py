@@ -299,6 +299,7 @@ FUNCTIONS: dict[str, Call] = {
             "seed": _is(None, "None 3 -1"),
         },
     ),
+    "balance_loss": (fullshard.balance_loss, {"model": Argument(lambda given: given.plain, "module")}),
     "prepare_fully_shard": (
         fullshard.prepare_fully_shard,
         {
@@ -308,6 +309,7 @@ FUNCTIONS: dict[str, Call] = {
             "mesh": MAYBE,
             "parallelism": _is(None, "None dict"),
             "wrap_fn": _is(None, CALLABLE),
+            "loss_fn": _is(None, CALLABLE),
             "init": _is(None, CALLABLE),
             "cast_fn": _is(None, CALLABLE),
             "show": FLAG,
