@@ -228,3 +228,18 @@ def test_the_rank_that_serves_the_store_is_silent() -> None:
     for one in told[1:]:
         assert one.value is not None, f"{one.text}\n{one.output}"
         assert "rank 0 gave no sign of life since the store through which ranks meet is gone or silent" in one.value[0]
+
+
+def _opens(rank: int) -> int:
+    from fullshard._torch import StoreConnection
+
+    StoreConnection(2.0)
+    before = len(os.listdir("/dev/fd"))
+    for _ in range(3):
+        StoreConnection(2.0)
+    return len(os.listdir("/dev/fd")) - before
+
+
+def test_a_connection_to_the_store_is_closed_with_its_last_reference() -> None:
+    """And to look for it leaves no descriptor open."""
+    assert [one.value for one in run_fates(2, _opens)] == [0, 0]

@@ -83,7 +83,6 @@ def test_with_the_guard_off_a_step_runs_nothing_of_what_compares_ranks(
     monkeypatch.setenv("FULLSHARD_GUARD", setting)
     # As in a process of its own: models of other tests, which compare, asked to hear of all optimizer steps.
     monkeypatch.setattr(optimizer_steps, "_told", [])
-    monkeypatch.setattr(optimizer_steps, "_listeners", {})
     for training, evaluation in run_ranks(WORLD, functions_of_a_step):
         if setting == "off":
             assert not training and not evaluation

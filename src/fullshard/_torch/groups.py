@@ -6,9 +6,10 @@ import importlib
 import json
 import os
 import socket
+import stat
 import struct
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, NamedTuple, cast
@@ -57,18 +58,19 @@ class StoreConnection:
         if seconds:
             whole = int(seconds)
             limit = struct.pack("@ll", whole, int((seconds - whole) * 1e6))
-            for each in self._sockets():
+            for each in _sockets(self._descriptors):
                 each.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
 
     def __getattr__(self, name: str) -> Any:
-        call = getattr(self._store, name)
+        call, descriptors = getattr(self._store, name), self._descriptors
 
+        # It must not hold `self`: in a circle the connection would stay open until a garbage collection.
         def ask(*args: Any) -> Any:
             try:
                 return call(*args)
             except RuntimeError as error:
                 if "Socket Timeout" in str(error):
-                    for each in self._sockets():
+                    for each in _sockets(descriptors):
                         with suppress(OSError):
                             each.shutdown(socket.SHUT_RDWR)
                 raise
@@ -77,11 +79,12 @@ class StoreConnection:
         setattr(self, name, ask)
         return ask
 
-    def _sockets(self) -> Iterator[socket.socket]:
-        """Yields its sockets as duplicates, so that closing these closes nothing."""
-        for descriptor in self._descriptors:
-            with socket.socket(fileno=os.dup(descriptor)) as found:
-                yield found
+
+def _sockets(descriptors: Iterable[int]) -> Iterator[socket.socket]:
+    """Yields sockets as duplicates, so that closing these closes nothing."""
+    for descriptor in descriptors:
+        with socket.socket(fileno=os.dup(descriptor)) as found:
+            yield found
 
 
 def _underlying(store: Any) -> Any:
@@ -94,10 +97,12 @@ def _connected_to(port: int) -> set[int]:
     """The descriptors of this process that are connected to `port` of some machine."""
     found = set()
     for name in os.listdir("/dev/fd") if port else ():
-        with suppress(OSError):  # of the listing itself, and no sockets
-            with socket.socket(fileno=os.dup(int(name))) as one:
-                if one.getpeername()[1:2] == (port,):
-                    found.add(int(name))
+        with suppress(OSError):  # the descriptor of the listing is closed by now; not every socket is connected
+            # A duplicate of what is no socket would stay open: `socket.socket` raises before it owns it.
+            if stat.S_ISSOCK(os.fstat(int(name)).st_mode):
+                with socket.socket(fileno=os.dup(int(name))) as one:
+                    if one.getpeername()[1:2] == (port,):
+                        found.add(int(name))
     return found
 
 
