@@ -48,8 +48,8 @@ def test_what_a_host_sends_is_counted_without_headers() -> None:
             alpha.run(sys.executable, "-c", send)
             assert server.wait() == 0
         sent = alpha.sent().since(before)
-    # Packets without contents (open, close, acknowledgements) have longer headers by options, some bytes each.
-    assert 0 <= sent.payload - nbytes < 5000
+    # Beside the contents: options of packets that have none, and what TCP sent again. Headers would be 4 % more.
+    assert 0 <= sent.payload - nbytes < nbytes / 100
     assert sent.packets > nbytes / 1500
 
 
