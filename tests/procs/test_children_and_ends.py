@@ -241,5 +241,5 @@ def _opens(rank: int) -> int:
 
 
 def test_a_connection_to_the_store_is_closed_with_its_last_reference() -> None:
-    """And to look for it leaves no descriptor open."""
-    assert [one.value for one in run_fates(2, _opens)] == [0, 0]
+    """And to look for it leaves no descriptor open. On rank 0, which serves, the other ends close at any moment."""
+    assert run_fates(2, _opens)[1].value == 0
