@@ -26,7 +26,7 @@ FIND_PYTHON = for p in python3 python3.13 python3.12 python3.11 python; do \
 PYTHON ?= $(shell $(FIND_PYTHON))
 PIP = $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
 
-.PHONY: train test test-full test-all coverage check format docs bench package release-check versions clean env
+.PHONY: train test test-full test-all coverage check format docs bench package release-check versions hosts-setup clean env
 .DELETE_ON_ERROR:
 
 train: $(STAMP)
@@ -83,6 +83,10 @@ package: $(STAMP)
 # Half an hour on two cores; environments are kept in VERSIONS_CACHE, 1.1 GB for each torch.
 versions: $(STAMP)
 	$(BIN)/python -m tools.versions $(ARGS)
+
+# What tests/hosts needs of the system, on Debian; without it, or without root, these tests are skipped.
+hosts-setup:
+	apt-get install -y --no-install-recommends iproute2 util-linux
 
 release-check: $(STAMP)
 	$(BIN)/python -m tools.release_check $(ARGS)

@@ -125,9 +125,11 @@ def test_the_whole_call_on_a_fake_group(device: str) -> None:
         assert prepared.axes.mesh == (("dp_replicate", 2), ("dp_shard", 4), ("tp", 2))
 
 
-def test_micro_batches_of_any_size_are_refused_beside_tp() -> None:
+@pytest.mark.parametrize("axis", ["tensor", "context", "pipeline", "expert"])
+def test_micro_batches_of_any_size_are_refused_beside_other_axes(axis: str) -> None:
+    plan = Parallelism(**{f"{axis}_parallel_degree": 2})
     with fake_world(4), pytest.raises(fullshard.migrate.ConfigError, match="micro_batches.size = .* give a number"):
-        fullshard.prepare_fully_shard(llama(), None, {"micro_batches": "auto"}, parallelism=Parallelism(2), show=False)
+        fullshard.prepare_fully_shard(llama(), None, {"micro_batches": "auto"}, parallelism=plan, show=False)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from tests.harness import tolerance
 @pytest.mark.parametrize("variant", ["ulysses", "ring"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_attention_beside_torch(variant: str, dtype: torch.dtype, device: torch.device) -> None:
-    """Result and gradients: of plain attention, and on CUDA also of torch's context."""
+    """Result and gradients: of plain attention, and on CUDA also of the context that torch has."""
     generator = torch.Generator().manual_seed(0)
     query, key, value, weight = (torch.randn(2, 4, 64, 16, generator=generator).to(device, dtype) for _ in range(4))
     mesh = init_device_mesh(device.type, (1,), mesh_dim_names=("cp",))

@@ -63,7 +63,7 @@ class Call(NamedTuple):
 
 class AttentionCalls(TorchFunctionMode):
     """Inside, calls go to `attend`. `length`: tokens of this rank, 0 if not known: for attention of another kind.
-    `cross_entropy`: is called instead of torch's."""
+    `cross_entropy`: is called instead of the one in torch."""
 
     def __init__(
         self,

@@ -1,7 +1,7 @@
 """Compiling the blocks of a model beside the other axes, and what torch gets wrong there.
 
 The order is: layers are divided, activations are recomputed, blocks are compiled, then sharded, and the optimizer gets
-the result. torch's faults are refused by name here, so that no run ends in an error of torch's internals, or trains
+the result. torch's faults are refused by name here, so that no run ends in an error from inside torch, or trains
 with a gradient that is missing. tests/procs/test_compiled_axes.py reproduces each of them without this package.
 """
 

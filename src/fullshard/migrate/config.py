@@ -272,9 +272,12 @@ class ShardingConfig:
                 raise ConfigError(f"override[{number}]: expected a setting for {found.modules}, found none")
 
     def check_sizes(self) -> None:
-        """Raise `ConfigError` for micro-batches of any size beside layers that ranks share."""
-        if self.micro_batches.size == AUTO and self.parallelism.tensor_parallel_degree > 1:
-            problem = "ranks that share layers wait for the one that is out of memory; give a number"
+        """Raise `ConfigError` for micro-batches of any size beside an axis along which ranks wait for each
+        other within a forward."""
+        if self.micro_batches.size == AUTO and self.parallelism.beyond_data:
+            problem = (
+                "ranks that share layers, sequences or experts wait for the one that is out of memory; give a number"
+            )
             raise invalid("micro_batches.size", AUTO, problem, "1")
 
     def _check_kept(self) -> None:

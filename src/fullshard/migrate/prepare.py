@@ -22,7 +22,7 @@ from ..engine.names import clean_name
 from ..engine.root import module_units
 from ..extras import MicroBatches
 from ..extras.pipeline import LossFn, Pipeline, whole_loss
-from ..keys import ConfigError, invalid
+from ..keys import ConfigError
 from ..policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from ..policy.arguments import expect, expect_callable, expect_flag, expect_module, expect_optimizers
 from ..policy.casting import Chosen as CastFn
@@ -521,13 +521,6 @@ def _check_cast_inputs(
         "precision.cast_inputs",
         [(option, [tree.modules[name] for name in modules[unit]]) for unit, option in options.items()],
     )
-
-
-def _refuse_found_sizes(config: ShardingConfig) -> None:
-    """Raise `ConfigError` for a micro-batch of any size beside layers that ranks share."""
-    if config.micro_batches.size == AUTO and config.parallelism.tensor_parallel_degree > 1:
-        problem = "ranks that share layers wait for the one that is out of memory; give a number"
-        raise invalid("micro_batches.size", AUTO, problem, "1")
 
 
 def _micro_batches(model: nn.Module, config: ShardingConfig) -> MicroBatches | None:
