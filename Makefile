@@ -11,6 +11,7 @@
 #   make bench            the CPU benchmarks (under ten minutes)
 #   make package          sdist and wheel, into dist/; the wheel trains the quickstart on two ranks in an empty environment
 #   make release-check    whether contacts are filled in, and version and changelog agree
+#   make hosts-setup      the system packages that tests of simulated hosts need; as root
 #   make clean            remove the environment and all caches; runs/ is yours and stays
 # Another interpreter: make PYTHON=python3.12 ... ; another place for the environment: make VENV=dir ...
 
