@@ -49,11 +49,13 @@ def routed(
     each = index.shape[1]
     order = index.reshape(-1).argsort(stable=True)
     back = _inverse(order)
-    counts = torch.bincount(index.reshape(-1), minlength=experts)
     rows = _taken(tokens, order, back, each)
-    if line is None:
-        rows = compute(rows, counts.tolist())
+    if tokens.is_meta:  # shapes alone: as many for each
+        rows = compute(rows, [len(rows) // experts + (e < len(rows) % experts) for e in range(experts)])
+    elif line is None:
+        rows = compute(rows, torch.bincount(index.reshape(-1), minlength=experts).tolist())
     else:
+        counts = torch.bincount(index.reshape(-1), minlength=experts)
         dtype = str(tokens.dtype).removeprefix("torch.")
         route = line.route(counts, f"{experts} experts, {each} for each token, width {tokens.shape[1]}, {dtype}")
         rows = _exchanged(line, rows, route)
@@ -299,7 +301,7 @@ class MixtureOfExperts(nn.Module):
     def _balance(self, chances: Tensor, index: Tensor, line: ExpertLine | None) -> Tensor:
         """1 where all experts have as many tokens. line: the ranks that have parts of these tokens, of equal size."""
         experts = chances.shape[1]
-        shares = torch.bincount(index.reshape(-1), minlength=experts) / max(index.numel(), 1)
+        shares = F.one_hot(index.reshape(-1), experts).sum(0) / max(index.numel(), 1)
         means = chances.sum(0) / max(len(chances), 1)
         if line is not None:
             shares, means = line.sum(shares) / line.parts, _summed(line, means) / line.parts

@@ -29,7 +29,13 @@ from fullshard.train import former_keys
 
 AUTO = "auto"
 # The axes that the trainer has beside data parallelism.
-_AXES = ("tensor_parallel_degree", "context_parallel_degree", "pipeline_parallel_degree")
+_AXES = (
+    "tensor_parallel_degree",
+    "context_parallel_degree",
+    "pipeline_parallel_degree",
+    "expert_parallel_degree",
+    "expert_tensor_parallel_degree",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +53,11 @@ class ModelKeys:
     tie_embeddings: bool = setting(True, "use the token embedding as the output projection too")
     rope_theta: float = setting(10000.0, "base of the rotary position frequencies", above=0.0)
     norm_eps: float = setting(1e-5, "epsilon of RMSNorm", above=0.0)
+    experts: int = setting(
+        0, "experts of each feed-forward layer, each of width ffn_dim; 0 = one layer, no router", least=0
+    )
+    experts_per_token: int = setting(2, "experts that the router chooses for a token", least=1)
+    balance_loss: float = setting(0.01, "factor of the loss that balances experts; 0 = none", least=0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,6 +191,15 @@ class Config:
         if m.heads % m.kv_heads:
             nearest = _nearest(m.kv_heads, _divisors(m.heads))
             raise invalid("model.kv_heads", m.kv_heads, f"must divide model.heads = {m.heads}", nearest)
+        if m.experts:
+            if m.experts_per_token > m.experts:
+                problem = f"must be at most model.experts = {m.experts}"
+                raise invalid("model.experts_per_token", m.experts_per_token, problem, str(m.experts))
+        else:
+            for key in ("experts_per_token", "balance_loss"):
+                if getattr(m, key) != getattr(ModelKeys(), key):
+                    problem = "has no effect with model.experts = 0"
+                    raise invalid(f"model.{key}", getattr(m, key), problem, show(getattr(ModelKeys(), key)))
         c = self.checkpoint
         for key in ("staging_mib", "queue"):
             value = getattr(c, key)
@@ -196,8 +216,11 @@ class Config:
         keys = self.sharding.parallelism
         for name in DEGREES:
             if name not in _AXES and getattr(keys, name, 1) != 1:
-                problem = "the trainer has data, tensor, sequence, context and pipeline parallelism, and no other axis"
+                problem = "the trainer has no such axis"
                 raise invalid(f"sharding.parallelism.{name}", getattr(keys, name), problem, "1")
+        if keys.expert_parallel_degree > 1 and not self.model.experts:
+            problem = "has no effect with model.experts = 0"
+            raise invalid("sharding.parallelism.expert_parallel_degree", keys.expert_parallel_degree, problem, "1")
         if keys.pipeline_parallel_degree > 1:
             self._check_pipeline()
         if not keys.beyond_data:
@@ -206,7 +229,8 @@ class Config:
             problem = "a tied embedding stays whole; set model.tie_embeddings = false"
             raise invalid("sharding.parallelism.enable_loss_parallel", True, problem, "false")
         if self.training.micro_batch == AUTO:
-            shared = "layers" if keys.tensor_parallel_degree > 1 else "sequences"
+            others = "experts" if keys.expert_parallel_degree > 1 else "sequences"
+            shared = "layers" if keys.tensor_parallel_degree > 1 else others
             problem = f"ranks that share {shared} wait for the one that is out of memory; give a number"
             raise invalid("training.micro_batch", AUTO, problem, "4")
 
@@ -219,6 +243,9 @@ class Config:
             if getattr(keys, name):
                 problem = "has no effect in the trainer: set training.micro_batch"
                 raise invalid(f"sharding.parallelism.{name}", getattr(keys, name), problem, "0")
+        if self.model.experts:
+            problem = "a pipeline has no balance loss; prepare_fully_shard divides experts of each stage"
+            raise invalid("model.experts", self.model.experts, problem, "0")
         if self.model.tie_embeddings:
             problem = "a pipeline has the embedding in its first stage, and the output in its last"
             raise invalid("model.tie_embeddings", True, problem, "false")
@@ -244,7 +271,9 @@ class Config:
         m, d = self.model, self.data
         # Not divided, a vocabulary may have any size; that of a tokenizer of bytes is known where it is made.
         vocabulary = 0 if m.tie_embeddings or d.tokenizer == "bytes" else d.bpe_vocab
-        return ModelShape(m.heads, m.kv_heads, self.ffn_dim, vocabulary, self.training.sequence_length, 0, m.layers)
+        return ModelShape(
+            m.heads, m.kv_heads, self.ffn_dim, vocabulary, self.training.sequence_length, m.experts, m.layers
+        )
 
     def axes(self, world: int) -> Axes:
         """The axes on `world` processes. Raises `ConfigError` for degrees that do not fit them, or the model."""

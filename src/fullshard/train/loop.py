@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
 
 import fullshard
-from fullshard import checkpoint
+from fullshard import balance_loss, checkpoint
 from fullshard.observe import Recorder, Report
 from fullshard.train.config import AUTO, Config
 from fullshard.train.console import Console
@@ -314,7 +314,8 @@ class Trainer:
         def loss_of(piece: slice) -> tuple[Tensor, tuple[float, float]]:
             parts = self._parts(inputs[piece], targets[piece])
             losses = self._losses(*parts)
-            return losses.sum() * weight, (float(losses.detach().double().sum()), self._nbytes(parts[1]))
+            balance = balance_loss(self.model) * (piece.stop - piece.start) / self.share
+            return losses.sum() * weight + balance, (float(losses.detach().double().sum()), self._nbytes(parts[1]))
 
         loss_context = loss_parallel() if self.config.sharding.parallelism.enable_loss_parallel else nullcontext()
         with loss_context, self.world.sequences or nullcontext():

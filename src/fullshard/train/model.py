@@ -35,6 +35,14 @@ from fullshard import (
     fully_shard,
 )
 from fullshard.migrate.config import PrecisionKeys
+from fullshard.migrate.experts import (
+    ExpertDivision,
+    apply_experts,
+    divide_experts,
+    divide_gradients,
+    find_experts,
+    unit_arguments,
+)
 from fullshard.migrate.parallelism import ModelShape
 from fullshard.migrate.relations import Relations
 from fullshard.migrate.sequences import ContextParallel
@@ -59,7 +67,7 @@ class LlamaShape:
     norm_eps: float = 1e-5
     experts: int = 0  # of each feed-forward layer; 0: none
     experts_per_token: int = 2
-    balance: float = 0.0
+    balance_loss: float = 0.0  # its factor
 
     @property
     def head_dim(self) -> int:
@@ -159,7 +167,7 @@ class Block(nn.Module):
                 shape.ffn_dim,
                 experts=shape.experts,
                 experts_per_token=shape.experts_per_token,
-                balance=shape.balance,
+                balance=shape.balance_loss,
             )
 
     def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:  # (B, T, D) -> (B, T, D)
@@ -281,6 +289,8 @@ def flop_per_token(shape: LlamaShape, num_params: int) -> float:
     activations are not counted: this is the work that the model requires, not the work that was done.
     """
     multiplied = num_params if shape.tie_embeddings else num_params - shape.vocab * shape.dim
+    if shape.experts:  # a token multiplies with its own
+        multiplied -= shape.layers * (shape.experts - shape.experts_per_token) * 3 * shape.dim * shape.ffn_dim
     return 6.0 * multiplied + 6.0 * shape.layers * shape.context * shape.dim
 
 
@@ -308,10 +318,7 @@ def sharded_model(
     alone."""
     with torch.device("meta"):
         model = Llama(llama_shape(config, vocab))
-    sequence = whole is not None and config.sharding.parallelism.tensor_parallel_degree > 1
-    if sequence:
-        assert whole is not None
-        sequence = _divide(model, config, whole)
+    sequence, experts = (False, ExpertDivision()) if whole is None else _divide(model, config, whole)
     keys, policy = config.sharding.sharding, precision_policy(config.sharding.precision)
     activations = config.sharding.activation_checkpointing
     if activations.at != "none":
@@ -327,6 +334,15 @@ def sharded_model(
     offload = CPUOffloadPolicy(pin_memory=keys.pin_memory) if keys.cpu_offload else OffloadPolicy()
     shard = partial(fully_shard, mesh=mesh, offload_policy=offload)
     kept = config.reshards
+    modules = [model.get_submodule(name) for name in experts.names]
+    for module in modules:
+        shard(
+            module,
+            **unit_arguments(module, experts, policy),
+            reshard_after_forward=None if isinstance(kept, str) else kept,
+        )
+    if whole is not None:
+        divide_gradients(modules, config.axes(whole.size()))
     roots = [model] if cut is None else list(cut(model).values())
     for block in model.layers:
         if isinstance(block, Block):  # and not of another process
@@ -345,13 +361,18 @@ def sharded_model(
     return model
 
 
-def _divide(model: Llama, config: Config, whole: DeviceMesh) -> bool:
-    """Divide the layers over `tp`; returns whether each rank has its part of the tokens between them."""
+def _divide(model: Llama, config: Config, whole: DeviceMesh) -> tuple[bool, ExpertDivision]:
+    """Divide the layers over `tp`, and experts over `ep`; returns whether each rank has its part of the tokens between
+    layers, and what is experts."""
     tree, plan = Tree(model), config.sharding.parallel
-    division = divide(tree, plan)
-    plan.on(whole.size(), shape_for(tree, division, model.model_shape()))
-    apply_styles(tree, division, division.styles, whole["tp"], Replaced())
-    return division.sequence
+    division, names = divide(tree, plan), find_experts(tree, plan)
+    axes = plan.on(whole.size(), shape_for(tree, division, model.model_shape()))
+    if division.styles:
+        apply_styles(tree, division, division.styles, whole["tp"], Replaced())
+    experts = divide_experts(names, axes, whole)
+    if names:
+        apply_experts(tree, experts, names, whole, Replaced(), divided=division.sequence)
+    return division.sequence, experts
 
 
 def precision_policy(keys: PrecisionKeys) -> MixedPrecisionPolicy:

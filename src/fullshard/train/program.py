@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fullshard import balance_loss
 from fullshard.program import Program, ProgramError
 from fullshard.train import data
 from fullshard.train.config import ConfigError, load_config
@@ -45,7 +46,8 @@ def program(path: str = "") -> Program:
 
     def loss(model: nn.Module, batch: Any) -> Tensor:
         inputs, targets = batch
-        return F.cross_entropy(model(inputs).flatten(0, 1).float(), targets.flatten())
+        found = F.cross_entropy(model(inputs).flatten(0, 1).float(), targets.flatten())
+        return found + balance_loss(model)
 
     def optimizer(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
         return adamw(parameters, config.optimizer)
