@@ -17,6 +17,7 @@ from fullshard.train.config import Config, ConfigError, key_names, load_config, 
 KEYS = """
 run.dir
 model.layers model.dim model.heads model.kv_heads model.ffn_dim model.tie_embeddings model.rope_theta model.norm_eps
+model.experts model.experts_per_token model.balance_loss
 training.steps training.global_batch training.micro_batch training.sequence_length training.clip_norm
 training.accumulate training.nonfinite training.replay_every training.check_every training.timeout_seconds
 training.device training.seed training.threads
@@ -363,7 +364,7 @@ def test_torchtitan_s_section_declares_the_axes(tmp_path: Path) -> None:
             "heads of a",
         ),
         (["context_parallel_variant=ring"], 4, "has no effect with context_parallel_degree = 1"),
-        (["expert_parallel_degree=2"], 4, "and no other axis"),
+        (["expert_parallel_degree=2"], 4, "has no effect with model.experts = 0"),
         (["tensor_parallel_degree=2", "enable_loss_parallel=true"], 4, "a tied embedding stays whole"),
         (["tensor_parallel_degree=3"], 4, "are 3 of 4 ranks; nearest legal plan: data_parallel_shard_degree = "),
         (["tensor_parallel_degree=4"], 4, "tensor_parallel_degree = 4: must divide the key and value heads, 2"),
