@@ -138,6 +138,32 @@ def test_uneven_tokens_and_experts_without_any(starved: bool, accumulate: bool) 
         assert_norms(found, norms)
 
 
+def test_messages_are_those_that_the_page_counts() -> None:
+    """docs/how-to/expert-parallelism.md, Messages."""
+
+    def rank_main(rank: int) -> dict[str, tuple[int, int]]:
+        model = moe.tiny()
+        prepare_fully_shard(model, parallelism=EP, show=False)
+        loss = moe.loss(model, 0, rank)
+        line = model.layers[0].moe.experts.line  # type: ignore[union-attr]
+        assert line is not None and line.sent["tokens"].messages == 2
+        loss.backward()
+        return {kind: tuple(sent) for kind, sent in line.sent.items()}  # type: ignore[misc]
+
+    chosen: list[list[int]] = []
+    model = moe.tiny()
+    for share in range(2):
+        model.layers[0].moe.experts.register_forward_pre_hook(  # type: ignore[union-attr]
+            lambda module, args: chosen.append(args[1].flatten().tolist())
+        )
+        moe.loss(model, 0, share)
+    # Experts 0 and 1 are on rank 0. Each row that leaves comes back, and both ways again in backward.
+    leaving = [sum((e >= 2) is not (rank == 1) for e in chosen[rank]) for rank in range(2)]
+    for found in run_ranks(2, rank_main):
+        assert found["counts"] == (1, 8 * (2 + 1)) and found["tokens"] == (4, 2 * sum(leaving) * moe.DIM * 4)
+    assert sum(leaving) > 0
+
+
 @pytest.mark.parametrize("sequence", [True, False], ids=["sp", "tp"])
 def test_balance_losses_are_those_of_whole_sequences(sequence: bool) -> None:
     """Also where each rank along tp has a part of the tokens; and the gradients are those of one process."""
