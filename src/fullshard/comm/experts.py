@@ -107,7 +107,7 @@ class ExpertLine:
             out.copy_(rows[: len(out)])
             return out
         with self._line(self._experts, "tokens of experts") as line:
-            self._exchange(line, out, rows, "tokens", route.arriving, route.leaving)
+            self._exchange(line, out, rows, "tokens", route)
         return out
 
     # ---- tokens along tp -------------------------------------------------------------------------------------
@@ -144,17 +144,12 @@ class ExpertLine:
 
     # ---- messages --------------------------------------------------------------------------------------------
 
-    def _exchange(
-        self,
-        line: Line,
-        out: Tensor,
-        rows: Tensor,
-        kind: str,
-        arriving: Sequence[int] = (),
-        leaving: Sequence[int] = (),
-    ) -> None:
-        line.exchange(out, rows, arriving, leaving).wait()
-        own = rows[self.rank].numel() if not leaving else leaving[self.rank] * rows[:1].numel()
+    def _exchange(self, line: Line, out: Tensor, rows: Tensor, kind: str, route: TokenRoute | None = None) -> None:
+        """`rows` and `out` are contiguous; without a route all ranks get as much."""
+        width = rows.shape[1:].numel()
+        leaving, arriving = ([], []) if route is None else ([n * width for n in side] for side in route[:2])
+        line.exchange(out.view(-1), rows.view(-1), arriving, leaving).wait()
+        own = leaving[self.rank] if leaving else rows.numel() // self.world
         self._count(kind, rows.nbytes - own * rows.itemsize)
 
     def _count(self, kind: str, nbytes: int) -> None:
