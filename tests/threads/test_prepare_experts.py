@@ -164,10 +164,10 @@ def test_messages_are_those_that_the_page_counts() -> None:
     assert sum(leaving) > 0
 
 
-@pytest.mark.parametrize("sequence", [True, False], ids=["sp", "tp"])
+@pytest.mark.parametrize("sequence", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["sp", "tp"])
 def test_balance_losses_are_those_of_whole_sequences(sequence: bool) -> None:
     """Also where each rank along tp has a part of the tokens; and the gradients are those of one process."""
-    make = partial(llama, experts=4, balance=1)  # type: ignore[arg-type]
+    make = partial(llama, experts=4, balance_loss=1)
     plan = {**EP, **TP, "enable_sequence_parallel": sequence}
 
     def rank_main(rank: int) -> tuple[float, dict[str, torch.Tensor]]:
@@ -217,16 +217,13 @@ def test_figures_of_gradients_and_checks_of_messages() -> None:
 # ---- checkpoints -----------------------------------------------------------------------------------------------------
 
 
-def test_a_checkpoint_crosses_degrees(tmp_path: Path) -> None:
+CUT = {**EP, **TP, "expert_tensor_parallel_degree": 2}
+ALL = [EP, None, {"expert_parallel_degree": 4}, {**EP, "data_parallel_replicate_degree": 2}, CUT, EP]
+
+
+@pytest.mark.parametrize("plans", [[EP, None, CUT], pytest.param(ALL, marks=pytest.mark.slow)], ids=["three", "all"])
+def test_a_checkpoint_crosses_degrees(tmp_path: Path, plans: list[Any]) -> None:
     """Saved under EP x FSDP, loaded under plain FSDP, another degree, HSDP x EP, and EP x TP, and back: bitwise."""
-    plans: list[Any] = [
-        EP,
-        None,
-        {"expert_parallel_degree": 4},
-        {**EP, "data_parallel_replicate_degree": 2},
-        {**EP, **TP, "expert_tensor_parallel_degree": 2},
-        EP,
-    ]
 
     def state_of(model: nn.Module, optimizer: Any) -> dict[str, Any]:
         params, state = checkpoint.get_state_dict(model, optimizer)
