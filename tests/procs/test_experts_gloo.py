@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from fullshard import PeerFailed, RanksDisagree, prepare_fully_shard
+from tests.harness import pipelines
 from tests.harness.axes import batch, llama, loss, plainly, train
 from tests.harness.models import Trained, adamw, assert_same_training, collect
 from tests.harness.pool import pool
@@ -24,6 +25,14 @@ PLANS = [
 ]
 BAD = 1  # the rank that is at fault
 make = partial(llama, experts=4)
+
+
+@pytest.mark.slow
+@pytest.mark.hang_after(300)
+@pytest.mark.parametrize(("world", "plan"), [(4, EP), (8, {**EP, "tensor_parallel_degree": 2})], ids=["ep", "ep-tp"])
+def test_experts_of_the_stages_of_a_pipeline(world: int, plan: dict[str, int]) -> None:
+    """Each stage divides its own; parameters, optimizer state, norms and losses are those of one process."""
+    pipelines.check(world, make, {**plan, "pipeline_parallel_degree": 2})
 
 
 def raised(step: Any) -> tuple[str, float]:

@@ -80,7 +80,7 @@ def test_the_example_as_a_command(tmp_path: Path) -> None:
         (("model.experts=4", "model.experts_per_token=5"), "must be at most model.experts = 4; nearest valid: 4"),
         (("model.experts_per_token=1",), "has no effect with model.experts = 0"),
         ((f"{EP}=2",), "has no effect with model.experts = 0"),
-        (("model.experts=4", f"{EP}=2", "training.micro_batch=auto"), "ranks that share layers or experts wait"),
+        (("model.experts=4", f"{EP}=2", "training.micro_batch=auto"), "ranks that share experts wait"),
     ],
 )
 def test_settings_that_are_refused(overrides: tuple[str, ...], said: str) -> None:

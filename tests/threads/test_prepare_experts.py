@@ -16,7 +16,7 @@ import fullshard
 from fullshard import Parallelism, checkpoint, prepare_fully_shard
 from fullshard.extras.experts import Experts, in_one_kernel, products
 from fullshard.migrate import ConfigError
-from tests.harness import installed, moe
+from tests.harness import installed, moe, sequences
 from tests.harness.axes import MAX_NORM, STEPS, assert_norms, batch, hugging_face, llama, plainly, planned, train
 from tests.harness.axes import loss as loss_of_llama
 from tests.harness.models import Trained, adamw, assert_same_training, collect, seeded
@@ -53,7 +53,6 @@ SLOW = [
     (4, {**EP, **TP, "enable_sequence_parallel": False}),
     (4, {**EP, **TP, "expert_tensor_parallel_degree": 2, "enable_sequence_parallel": False}),
     (4, {**TP, "expert_tensor_parallel_degree": 2}),
-    (4, {**EP, "context_parallel_degree": 2}),
     (8, {**EP, **TP, "data_parallel_replicate_degree": 2}),
     (8, {**EP, **TP, "expert_tensor_parallel_degree": 2}),
 ]
@@ -66,10 +65,20 @@ SLOW = [
     ids=lambda value: str(value) if isinstance(value, int) else "-".join(f"{k[:9]}{v}" for k, v in value.items()),
 )
 def test_experts_beside_other_axes(world: int, plan: dict[str, Any]) -> None:
-    """EP x FSDP, HSDP x EP, EP x TP with experts whole and cut, with recomputation; of `cp` the mesh alone."""
+    """EP x FSDP, HSDP x EP, EP x TP with experts whole and cut, with recomputation."""
     printed = "\n".join(check(world, of_experts, plan, {"activation_checkpointing": "units"}))
     axes = Parallelism(**plan).on(world)
     assert (f"experts: divided over {axes.ep} ranks" in printed) == (axes.ep > 1)
+
+
+@pytest.mark.slow
+@pytest.mark.hang_after(300)
+@pytest.mark.parametrize("degree", [2, 4])
+def test_experts_beside_context_parallelism(degree: int) -> None:
+    """Each rank sends the tokens of its part of the sequences; `ep` goes over ranks of `cp` too."""
+    plan = {"expert_parallel_degree": degree, "context_parallel_degree": 2}
+    printed = "\n".join(sequences.check(4, of_experts, plan))
+    assert f"experts: divided over {degree} ranks" in printed
 
 
 @pytest.mark.parametrize(
@@ -282,6 +291,39 @@ def test_fused_experts_are_not_cut() -> None:
             prepare_fully_shard(hugging_face("Mixtral", **MIXTRAL), parallelism=plan, show=False)
 
     run_ranks(4, rank_main)
+
+
+@pytest.mark.threads_only(reason="one rank's dtypes")
+def test_weights_of_the_router_stay_as_they_are() -> None:
+    """Under mixed precision experts get them in the dtype in which the router gives them, as without a plan."""
+
+    class Routed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.router, self.experts = nn.Linear(8, 4), Experts(8, 6, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            weights, index = self.router(x).float().softmax(-1).topk(2)
+            return self.experts(x, index, weights)  # type: ignore[no-any-return]
+
+    def build() -> nn.Module:
+        model = nn.Sequential(nn.Linear(8, 8), Routed())
+        for p in model.parameters():
+            nn.init.normal_(p)
+        return model
+
+    def rank_main(rank: int) -> None:
+        model = seeded(build)
+        found: list[torch.Tensor] = []
+        model.get_submodule("1.experts").register_forward_pre_hook(lambda _, args: found.extend(args))
+        config = {"precision": "DEFAULT", "wrap": {"classes": ["Routed"]}}
+        prepare_fully_shard(model, None, config, parallelism=EP, show=False)
+        out = model(torch.randn(3, 8))
+        out.float().sum().backward()
+        assert [tensor.dtype for tensor in found] == [torch.bfloat16, torch.int64, torch.float32]
+        assert out.dtype == torch.bfloat16
+
+    run_ranks(2, rank_main)
 
 
 # ---- one layer -------------------------------------------------------------------------------------------------------
