@@ -42,6 +42,8 @@ def check(world: int, make: Make, plan: dict[str, Any], config: Any = None) -> l
 # ---- pairs and triples of axes ---------------------------------------------------------------------------------------
 
 
+# Each rank along tp has all tokens, and sends its part of them.
+WHOLE = {**EP, **TP, "enable_sequence_parallel": False}
 SLOW = [
     (4, {**EP, "data_parallel_replicate_degree": 2}),
     (4, {**EP, **TP, "expert_tensor_parallel_degree": 2}),
@@ -50,7 +52,6 @@ SLOW = [
     (4, {"expert_parallel_degree": 4, **TP}),
     (4, TP),
     (4, {**TP, "enable_sequence_parallel": False}),
-    (4, {**EP, **TP, "enable_sequence_parallel": False}),
     (4, {**EP, **TP, "expert_tensor_parallel_degree": 2, "enable_sequence_parallel": False}),
     (4, {**TP, "expert_tensor_parallel_degree": 2}),
     (8, {**EP, **TP, "data_parallel_replicate_degree": 2}),
@@ -61,7 +62,7 @@ SLOW = [
 @pytest.mark.hang_after(300)
 @pytest.mark.parametrize(
     ("world", "plan"),
-    [(4, EP), (4, {**EP, **TP}), *(pytest.param(*one, marks=pytest.mark.slow) for one in SLOW)],
+    [(4, EP), (4, {**EP, **TP}), (4, WHOLE), *(pytest.param(*one, marks=pytest.mark.slow) for one in SLOW)],
     ids=lambda value: str(value) if isinstance(value, int) else "-".join(f"{k[:9]}{v}" for k, v in value.items()),
 )
 def test_experts_beside_other_axes(world: int, plan: dict[str, Any]) -> None:
