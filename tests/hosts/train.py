@@ -66,7 +66,10 @@ def main() -> None:
     rank, world = dist.get_rank(), dist.get_world_size()
 
     def say(**fields: object) -> None:
-        print(json.dumps({"rank": rank, "world": world, "host": socket.gethostname(), **fields}), flush=True)
+        line = json.dumps({"rank": rank, "world": world, "host": socket.gethostname(), **fields})
+        # In one write: torchrun starts Python without buffers, and `print` writes the end of the line on its own, so
+        # that lines of two ranks could be one.
+        os.write(1, f"{line}\n".encode())
 
     model = build()
     for block in model:
