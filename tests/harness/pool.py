@@ -130,6 +130,9 @@ class ProcessPool:
     ) -> list[Any]:
         if self.busy:
             raise RuntimeError("the pool runs one job at a time, and one is running")
+        # The file stays until the processes are gone. The store of a rank writes to it once more when it is destroyed,
+        # which may be in a garbage collection of a later job: of a file that was removed meanwhile torch makes a new
+        # one, the next store reads that from the middle, and waits for ever with the file locked.
         rendezvous = os.path.join(self.folder, f"rendezvous-{uuid.uuid4().hex}") if group else None
         name = getattr(fn, "__qualname__", repr(fn))
         filters = list(warnings.filters)
@@ -168,8 +171,6 @@ class ProcessPool:
             if not all_answered:  # also when the hang timer or Ctrl-C came in between
                 for number in range(world):
                     self._discard(number)
-            if rendezvous is not None and os.path.exists(rendezvous):
-                os.unlink(rendezvous)
 
     def stacks(self) -> str:
         """The stacks of all ranks of the job that is running, for the hang timer; empty when there is none."""

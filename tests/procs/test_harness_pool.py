@@ -54,6 +54,31 @@ def test_processes_are_used_again() -> None:
     assert len({*first, os.getpid()}) == 3
 
 
+_KEPT: list[dist.Store] = []
+
+
+def _keeps_a_store(rank: int) -> str:
+    store = dist.distributed_c10d._get_default_store()
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    assert isinstance(store, dist.FileStore)
+    _KEPT.append(store.clone())
+    return store.path
+
+
+def _drops_it(rank: int, path: str) -> bool:
+    """Whether the file is still there when the last store of it is destroyed."""
+    found = os.path.exists(path)
+    _KEPT.clear()
+    return found
+
+
+def test_the_file_of_a_store_that_outlives_its_job_stays() -> None:
+    """torch makes a file anew that was removed, and its next store waits in it for ever, with the file locked."""
+    path = pool(2).run(_keeps_a_store)[0]
+    assert all(pool(2).run(_drops_it, path))
+
+
 def _rank_one_raises(rank: int) -> None:
     if rank == 1:
         raise ValueError("rank one is unwell")
