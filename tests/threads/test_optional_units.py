@@ -117,6 +117,28 @@ def test_recomputation() -> None:
         assert_same_training(trained, expected)
 
 
+def _keeps_a_block(rank: int, models: list[Model]) -> Trained:
+    """The younger of the tower's blocks stays unsharded, so the older one is what every rank gathers next."""
+    model = models[rank]
+    for name in UNITS:
+        kept = {"reshard_after_forward": False} if name == "tower.blocks.1" else {}
+        fullshard.fully_shard(model.get_submodule(name), optional=name in OPTIONAL, **kept)
+    fullshard.fully_shard(model, reshard_after_forward=None)
+    optimizer = adamw(model.parameters())
+    for step in STEPS:
+        loss_of(model, step, rank, parts_of(step, rank)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return collect(model, optimizer)
+
+
+def test_recomputation_of_the_unit_that_is_gathered_next() -> None:
+    models = [seeded(lambda: Model(again=True)) for _ in range(2)]
+    expected = reference(2, STEPS)
+    for trained in run_ranks(2, lambda rank: _keeps_a_block(rank, models)):
+        assert_same_training(trained, expected)
+
+
 @pytest.mark.slow
 def test_a_part_stays_on_the_ranks_of_a_block() -> None:
     models = [seeded(Model) for _ in range(4)]
