@@ -70,11 +70,13 @@ def run(commands: dict[str, list[str]], shown: str, folder: Path) -> int:
     others wrote, then the last words of those that a signal ended; returns the worst status."""
     begun = time.monotonic()
     outputs: dict[str, IO[bytes]] = {name: tempfile.TemporaryFile() for name in commands if name != shown}
+    # Thousands of processes import the same modules. Each would compile them anew, and pytest its assertions.
+    kept = {key: value for key, value in os.environ.items() if key != "PYTHONDONTWRITEBYTECODE"}
     runs = {
         name: subprocess.Popen(
             words,
             cwd=ROOT,
-            env={**os.environ, "TESTS_WORKER": str(number)},
+            env={**kept, "TESTS_WORKER": str(number)},
             stdout=outputs.get(name),
             stderr=subprocess.STDOUT if name in outputs else None,
         )

@@ -57,6 +57,17 @@ else:
     assert run.returncode == 0, run.stderr
 
 
+def test_public_names_do_not_bring_the_compiler() -> None:
+    """Half of a second of each process, and its memory, for what few programs use."""
+    code = """
+import sys
+from fullshard import fully_shard, prepare_fully_shard
+print(*{"torch._dynamo", "torch._inductor", "torch.distributed.pipelining"} & set(sys.modules))
+"""
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
+    assert run.returncode == 0 and run.stdout.split() == [], run.stdout + run.stderr
+
+
 def test_the_promised_names_are_there() -> None:
     """What users of torch's FSDP2 import, plus ours. To take one away is a breaking change."""
     assert set(fullshard.__all__) >= {

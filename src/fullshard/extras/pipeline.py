@@ -17,8 +17,6 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage
-from torch.distributed.pipelining.schedules import PipelineScheduleSingle, ScheduleGPipe, get_schedule_class
 from torch.distributed.tensor import DTensor
 
 from .._torch import default_store
@@ -68,6 +66,9 @@ class Pipeline:
     ) -> None:
         self.stages, self.count = dict(stages), count
         self.group, self.device = group, device
+        # Imported where a pipeline is made: it brings torch's compiler, nearly half of what the import would take.
+        from torch.distributed.pipelining.schedules import get_schedule_class
+
         self.schedule_class: Any = get_schedule_class(schedule)
         self.number, self.size = number, size
         self.loss_fn, self.mean = loss_fn, mean
@@ -200,6 +201,9 @@ class Pipeline:
         if key in self._made:
             self._made.move_to_end(key)
             return self._made[key]
+        from torch.distributed.pipelining import PipelineStage
+        from torch.distributed.pipelining.schedules import PipelineScheduleSingle, ScheduleGPipe
+
         stages = [
             PipelineStage(module, index, self.count, self.device, group=self.group)
             for index, module in self.stages.items()
