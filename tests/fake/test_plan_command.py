@@ -107,6 +107,15 @@ def test_json_has_what_is_documented(capsys: pytest.CaptureFixture[str], tmp_pat
     assert found["strategy"]["param_dtype"] == "bfloat16" and found["strategy"]["ranks"] == 4
 
 
+def test_the_micro_batch_is_the_programs_own(capsys: pytest.CaptureFixture[str]) -> None:
+    found = []
+    for given in ([], ["--micro", "4"], ["--batch", "8"], ["--micro", "2", "--batch", "8"]):
+        assert main(["plan", f"{__name__}:program", "--json", *given]) == 0
+        strategy = json.loads(capsys.readouterr().out)["strategy"]
+        found.append((strategy["micro_batch"], strategy["accumulate"]))
+    assert found == [(4, 1), (4, 1), (4, 2), (2, 4)]
+
+
 def norms_kept() -> Program:
     """Its own `shard` says which parameters keep their dtype."""
 

@@ -469,4 +469,5 @@ def step_of(model: Planned, strategy: Strategy, size: int) -> Step:
 
 def _described(model: Planned, strategy: Strategy, size: int) -> Model:
     program = model.computed_in(strategy.compute).program(size)
-    return describe(program, "model", compute=strategy.compute, recompute=strategy.recompute, keep_float32=model.keep)
+    ways = {"compute": strategy.compute, "recompute": strategy.recompute}
+    return describe(program, "model", **ways, keep_float32=model.keep, on_cpu=True)  # type: ignore[arg-type]

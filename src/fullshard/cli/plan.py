@@ -56,7 +56,9 @@ def add_command(commands: Any) -> None:
         "--reshard", metavar="always|never|N", help="reshard_after_forward of the units (default: always)"
     )
     plan.add_argument("--batch", type=int, metavar="N", help="samples of a rank in a step (default: one micro-batch)")
-    plan.add_argument("--micro", type=int, metavar="N", help="samples of one forward (default: 1, or the config's)")
+    plan.add_argument(
+        "--micro", type=int, metavar="N", help="samples of one forward (default: the program's or the config's, or 1)"
+    )
     plan.add_argument("--sequence", type=int, metavar="N", help="tokens of a sample")
     plan.add_argument(
         "--recompute", choices=("none", "selective", "alternate", "whole"), help="activations (default: none)"
@@ -135,6 +137,7 @@ def _run(arguments: argparse.Namespace) -> int:
             made[sequence] = programs(sequence)
         sizes: dict[str, Any] = {"samples": samples, "compute": compute, "alone": alone, "keep_float32": keep}
         sizes["tensor"] = strategy.tensor
+        sizes["on_cpu"] = hardware.blocking
         return describe(made[sequence], arguments.source, recompute=recompute, **sizes)
 
     planner = Planner(
@@ -225,6 +228,7 @@ def _enough(planner: Planner, strategy: Strategy) -> str:
 def _source(arguments: argparse.Namespace, backend: str) -> tuple[Callable[[int | None], Program], Strategy, list[str]]:
     """The programs of SOURCE by length of sequence, the strategy that was asked for, and what its axes mean."""
     from fullshard.plan import Strategy
+    from fullshard.plan.facts import samples_of
     from fullshard.program import ProgramError, find_program
     from fullshard.train import shapes
     from fullshard.train.config import load_config
@@ -255,6 +259,7 @@ def _source(arguments: argparse.Namespace, backend: str) -> tuple[Callable[[int 
                 )
         found = find_program(source)
         programs = lambda sequence: found  # noqa: E731
+        strategy = replace(strategy, micro=samples_of(found.batch(0)))
     else:
         raise ProgramError(
             f"{source}: expected a .toml, a config.json, module:function, or one of {', '.join(shapes.NAMED)}"

@@ -1,7 +1,9 @@
-"""Predicts what a rank holds, sends and waits for in a step, before a launch. Only `facts` and `tape` need torch.
+"""Predicts what a rank holds, sends and waits for in a step, before a launch. `facts`, `tape` and `values` need
+torch, the others do not.
 
 facts         a user's model as data                                               needs torch
 tape          one step of it on the meta device, recorded                          needs torch
+values        what is in small tensors on the meta device                         needs torch
 description   a model as data: units, parameters, the tape of a step
 spans         a tape between the events of the schedule, with and without recomputation
 strategy      dials, and what they make of each unit: layouts and messages

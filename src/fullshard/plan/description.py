@@ -139,8 +139,9 @@ class Model:
     compute: str = ""
     # The (sequence length, layers, width) of a decoder, for the operations that a model needs per token; None: unknown.
     attention: tuple[int, int, int] | None = None
-    # The elements of parameters that are only looked up in.
-    looked_up: int = 0
+    # The elements of parameters by which a token is multiplied, by the operations of the forward: of experts those that
+    # it is sent to, of a table of embeddings none. 0: all elements. Of one rank of `tp`, as the width of attention.
+    multiplied: float = 0.0
     # The elements of the parameters of all ranks of `tp` together; 0: as many as those of the units.
     undivided_numel: int = 0
 
@@ -150,9 +151,10 @@ class Model:
 
     @property
     def flop_per_token(self) -> float:
-        """Operations that the model requires for a trained token, as in `train.model.flop_per_token` and torchtitan: 6
-        per element that multiplies, and 12 (6 where causal attention is counted once) per layer, position and width."""
-        multiplied = 6.0 * (self.numel - self.looked_up)
+        """Operations that the model requires for a trained token, as `train.model.flop_per_token` and torchtitan count
+        them: 6 per element that multiplies, and 12 (6 where causal attention is counted once) per layer, position and
+        width."""
+        multiplied = 6.0 * (self.multiplied or self.numel)
         if self.attention is None:
             return multiplied
         length, layers, width = self.attention

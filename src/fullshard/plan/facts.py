@@ -19,10 +19,11 @@ from torch.nn import functional as F
 
 from .._torch import dtensor_like, fake_group, local_of
 from ..program import BATCH_NORM, OwnDtype, Program, ProgramError, modules_of, to_device
-from .description import Model, Parameter, UnitShape
+from .description import Kind, Model, Parameter, Tape, UnitShape
 from .machine import Hardware
-from .recomputation import NONE, is_on_host, recorded_on_host
+from .recomputation import NONE, is_matmul, is_on_host, recorded_on_host
 from .tape import META, record, tensors_in
+from .values import MOST_NUMEL
 
 
 class _Call(NamedTuple):
@@ -42,6 +43,7 @@ def describe(
     recompute: str | Sequence[str] = NONE,
     keep_float32: Sequence[str] = (),
     tensor: int = 1,
+    on_cpu: bool = False,
 ) -> Model:
     """The model of `program` as data, with the tape of a step on batch 0.
 
@@ -50,15 +52,15 @@ def describe(
     (`recomputation`), of which those with everything on the host are part of the tape. keep_float32: names of classes
     (`program.modules_of`) whose modules compute in the dtype of their parameters; so do parameters for which a
     `param_dtype_override_fn` says so that `shard` passes. tensor: ranks over which `parallelize` of the program divides
-    the model; what is described is the part of one of them, and no process group may be there. Raises `ProgramError`
-    for a model that cannot be built on the meta device, for a name of no class in it, and for a step that needs the
-    values of data.
+    the model; what is described is the part of one of them, and no process group may be there. on_cpu: the step runs on
+    a CPU. Raises `ProgramError` for a model that cannot be built on the meta device, for a name of no class in it, and
+    for a step that needs values that are not known (`values`).
     """
     ways = [recompute] if isinstance(recompute, str) else recompute
     if tensor > 1 and any(map(is_on_host, ways)):
         raise ProgramError(f"{name}: activations on the host are not planned for layers that are divided over ranks")
     with fake_group(tensor) if tensor > 1 else nullcontext():
-        return _describe(program, name, samples, compute, alone, recompute, keep_float32, tensor)
+        return _describe(program, name, samples, compute, alone, recompute, keep_float32, tensor, on_cpu)
 
 
 def _describe(
@@ -70,6 +72,7 @@ def _describe(
     recompute: str | Sequence[str],
     keep_float32: Sequence[str],
     tensor: int,
+    on_cpu: bool,
 ) -> Model:
     dtype: torch.dtype | None = getattr(torch, compute) if compute else None
     torch.manual_seed(0)
@@ -105,22 +108,31 @@ def _describe(
     buffers = sum(buffer.nbytes for buffer in model.buffers())
     parameters = _convert(model, dtype, {p.name for unit in units for p in unit.parameters if p.kept})
     try:
-        batch = to_device(program.batch(0), META)
+        own = program.batch(0)
+        there = _sizes(own)[0]
+        batch = to_device(own, META)
         if samples is not None:
-            batch = _resized(batch, _sizes(batch)[0], samples)
+            batch = _resized(batch, there, samples)
         unit_of_new = {id(new): unit_of.get(old, 0) for old, new in parameters}
         on_host = {number for number in range(len(units)) if recorded_on_host(recompute, number)}
-        tape = record(program, model, batch, place, unit_of_new, dtype, on_host, loss_context)
+        known = _known(own, batch)
+        tape = record(
+            program,
+            model,
+            batch,
+            place,
+            unit_of_new,
+            dtype,
+            on_host,
+            loss_context,
+            known=known,
+            on_cpu=on_cpu,
+        )
     except ProgramError:
         raise
     except Exception as error:
         raise ProgramError(f"{name}: a step on the meta device raised {_line(error)}") from error
     samples_there, tokens = _sizes(batch)
-    looked_up = sum(
-        _own(module.weight).numel()
-        for module in model.modules()
-        if isinstance(module, nn.Embedding) and not _is_tied(model, module.weight)
-    )
     return Model(
         name,
         shapes,
@@ -129,8 +141,8 @@ def _describe(
         samples_there,
         tokens,
         compute,
-        _attention(model, batch),
-        looked_up,
+        _attention(model, batch, tensor),
+        _multiplied(tape, tokens),
         undivided,
     )
 
@@ -243,11 +255,20 @@ def _convert(model: nn.Module, dtype: torch.dtype | None, kept: set[str]) -> lis
     return list(made.items())
 
 
-def _is_tied(model: nn.Module, weight: Tensor) -> bool:
-    users = [m for m in model.modules() for p in m.parameters(recurse=False) if p is weight]
-    return len(users) > 1 or not any(
-        m for m in model.modules() if isinstance(m, nn.Linear) and m.out_features == len(weight)
-    )
+def _multiplied(tape: Tape, tokens: int) -> float:
+    """The elements of parameters by which each of `tokens` is multiplied in the forward."""
+    flop = 0
+    for line in tape.lines:
+        if line.kind is Kind.LOSS:
+            break
+        if line.kind is Kind.OP and is_matmul(line.name) and "attention" not in line.name:
+            flop += line.a
+    return flop / 2 / tokens
+
+
+def samples_of(batch: Any) -> int:
+    """The samples of a batch: the first dim of its first tensor."""
+    return _sizes(batch)[0]
 
 
 def _sizes(batch: Any) -> tuple[int, int]:
@@ -274,15 +295,28 @@ def _resized(value: Any, there: int, samples: int) -> Any:
     return value
 
 
-def _attention(model: nn.Module, batch: Any) -> tuple[int, int, int] | None:
-    """(length, layers, width) of a decoder, from what its configuration says."""
+def _known(own: Any, batch: Any) -> list[tuple[Tensor, Tensor]]:
+    """The tensors of `batch` that are not floating-point, each with the values that it has in `own`; where samples were
+    added, those of the first ones again."""
+    found = []
+    for value, tensor in zip(tensors_in([own]), tensors_in([batch]), strict=True):
+        if value.is_meta or value.is_floating_point() or tensor.numel() > MOST_NUMEL or not value.numel():
+            continue
+        if value.shape != tensor.shape:
+            value = value[torch.arange(len(tensor)) % len(value)]
+        found.append((tensor, value))
+    return found
+
+
+def _attention(model: nn.Module, batch: Any, tensor: int) -> tuple[int, int, int] | None:
+    """(length, layers, width of one of `tensor` ranks) of a decoder, from what its configuration says."""
     shape: Any = getattr(model, "shape", None) or getattr(model, "config", None)
     layers = getattr(shape, "layers", None) or getattr(shape, "num_hidden_layers", None)
     width = getattr(shape, "dim", None) or getattr(shape, "hidden_size", None)
     first = next(tensors_in([batch]), None)
     if not isinstance(layers, int) or not isinstance(width, int) or first is None or first.ndim != 2:
         return None
-    return int(first.shape[1]), layers, width
+    return int(first.shape[1]), layers, width // tensor
 
 
 def _line(error: BaseException) -> str:

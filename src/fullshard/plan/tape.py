@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
@@ -35,6 +36,7 @@ from .._torch import (
 from ..program import Program
 from .description import MESSAGE, OUTSIDE, Kind, Line, Tape
 from .recomputation import FROM_HOST, TO_HOST
+from .values import Values, picked
 
 META = torch.device("meta")
 _OWN_MEMORY = (Tensor, nn.Parameter)
@@ -51,41 +53,41 @@ def record(
     compute: torch.dtype | None,
     on_host: Container[int] = (),
     loss_context: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    *,
+    known: Iterable[tuple[Tensor, Tensor]] = (),
+    on_cpu: bool = False,
 ) -> Tape:
     """`place`, `unit_of`: the unit of a module, and of a parameter, by id. `on_host`: units whose forwards keep on the
-    host what autograd saves. `loss_context`: where loss and backward run. Parameters may be DTensors of a model that is
-    divided over a fake group: then the tape is that of one of its ranks, and messages are operations."""
+    host what autograd saves. `loss_context`: where loss and backward run. `known`: tensors of the batch, with what is
+    in them. `on_cpu`: the step runs on a CPU, whose fused attention and dropout differ from those of a device.
+    Parameters may be DTensors of a model that is divided over a fake group: then the tape is that of one of its ranks,
+    and messages are operations."""
     divided = any(isinstance(p, DTensor) for p in model.parameters())
+
+    def once() -> Tape:
+        others = [*model.buffers(), *tensors_in([batch])]
+        recorder = (_DividedRecorder if divided else _Recorder)([*_plain(model.parameters())], others)
+        for tensor, value in known:
+            recorder.results.values.set(tensor, value)
+        with loss_context(), _wrapped(model, place, recorder, compute, on_host), recorder, _Kernels(on_cpu):
+            loss = program.loss(model, batch)
+            if not isinstance(loss, Tensor) or loss.numel() != 1:
+                what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+                raise ValueError(f"expected a loss of one element, found {what}")
+            recorder.write(Line(Kind.LOSS, OUTSIDE))
+            recorder.backward = True
+            loss.backward()
+            recorder.backward = False
+        return _tape(recorder, model, batch, unit_of, others)
+
     if divided:
         # torch finds the layouts of each operation when it first meets it, by running it on other tensors.
-        _record(program, model, batch, place, unit_of, compute, on_host, loss_context)
+        once()
         model.zero_grad(set_to_none=True)
-    return _record(program, model, batch, place, unit_of, compute, on_host, loss_context, divided=divided)
+    return once()
 
 
-def _record(
-    program: Program,
-    model: nn.Module,
-    batch: Any,
-    place: dict[int, int],
-    unit_of: dict[int, int],
-    compute: torch.dtype | None,
-    on_host: Container[int],
-    loss_context: Callable[[], AbstractContextManager[Any]],
-    *,
-    divided: bool = True,
-) -> Tape:
-    others = [*model.buffers(), *tensors_in([batch])]
-    recorder = (_DividedRecorder if divided else _Recorder)([*_plain(model.parameters())], others)
-    with loss_context(), _wrapped(model, place, recorder, compute, on_host), recorder, _FlashAttention():
-        loss = program.loss(model, batch)
-        if not isinstance(loss, Tensor) or loss.numel() != 1:
-            what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
-            raise ValueError(f"expected a loss of one element, found {what}")
-        recorder.write(Line(Kind.LOSS, OUTSIDE))
-        recorder.backward = True
-        loss.backward()
-        recorder.backward = False
+def _tape(recorder: _Recorder, model: nn.Module, batch: Any, unit_of: dict[int, int], others: list[Tensor]) -> Tape:
     gradients = {
         recorder.number(gradient): unit_of.get(id(p), 0)
         for p in model.parameters()
@@ -131,16 +133,42 @@ def _brought(parameter: Tensor) -> tuple[str, int] | None:
     return ("all_gather_into_tensor" if own.is_replicate() else "all_to_all_single"), elements
 
 
-class _FlashAttention(TorchFunctionMode):
-    """Attention as the fused kernels do it. On the meta device torch would choose the one that writes all scores."""
+class _Kernels(TorchFunctionMode):
+    """Attention and dropout by the kernels that the step will run. On the meta device torch would choose others: those
+    that write all scores, and noise in the dtype of the input instead of one byte for each element. Numbers in a list
+    that indexes stay known."""
+
+    def __init__(self, on_cpu: bool) -> None:
+        super().__init__()
+        self._on_cpu = on_cpu
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.nn.functional.scaled_dot_product_attention:
-            return _attend(*args, **(kwargs or {}))
+        if func is F.scaled_dot_product_attention:
+            return _attend(self._on_cpu, *args, **(kwargs or {}))
+        if func is F.dropout and not self._on_cpu:
+            return _drop(*args, **(kwargs or {}))
+        if func is Tensor.__getitem__:
+            args = (args[0], _with_numbers(args[1]))
         return func(*args, **(kwargs or {}))
 
 
+def _with_numbers(index: Any) -> Any:
+    if isinstance(index, tuple):
+        return tuple(map(_with_numbers, index))
+    plain = isinstance(index, list) and index and all(type(each) is int for each in index)
+    return torch.tensor(index, device="cpu") if plain else index
+
+
+def _drop(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+    with without_torch_functions():
+        if not training or inplace or not 0 < p < 1:
+            return F.dropout(input, p, training, inplace)
+        out: Tensor = torch.native_dropout(input, p, True)[0]
+        return out
+
+
 def _attend(
+    on_cpu: bool,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -150,12 +178,18 @@ def _attend(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
+    """Attention by a kernel that holds no scores, where there is one: a CPU has none with dropout, a device's keeps the
+    state of a generator."""
     fused = (
-        query.ndim == 4 and query.shape[-1] == value.shape[-1] and (attn_mask is None or not attn_mask.requires_grad)
+        query.ndim == 4
+        and query.shape[-1] == value.shape[-1]
+        and (attn_mask is None or not attn_mask.requires_grad)
+        and (enable_gqa or query.shape[1] == key.shape[1])
+        and not (on_cpu and dropout_p)
     )
     if not fused:
         with without_torch_functions():
-            return torch.nn.functional.scaled_dot_product_attention(
+            return F.scaled_dot_product_attention(
                 query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
             )
     return attention_for_cpu(query, key, value, is_causal, attn_mask, scale)
@@ -193,7 +227,7 @@ class _Recorder(TorchDispatchMode):
         self._now = OUTSIDE
         self._is_closed = False
         self._pauses = False
-        self._results = _Results()
+        self.results = _Results()
 
     def write(self, line: Line) -> None:
         self._lines.append(line)
@@ -249,10 +283,15 @@ class _Recorder(TorchDispatchMode):
             return func(*args, **(kwargs or {}))
         if self.backward:
             self._switch()
-        given = {storage_key(t.untyped_storage()) for t in tensors_in([*args, *(kwargs or {}).values()])}
+        inputs = list(tensors_in([*args, *(kwargs or {}).values()]))
+        given = {storage_key(t.untyped_storage()) for t in inputs}
         if not self.backward:
             self._read(given)
-        result = self._results.of(func, args, kwargs or {}, given)
+        args = picked(self.results.values, func, args)
+        known = self._known_result(func, args, kwargs or {})
+        if operation_name(func) == "aten._local_scalar_dense" and known is not None:
+            return known
+        result = self.results.of(func, args, kwargs or {}, given, known)
         made = [t for t in tensors_in([result]) if storage_key(t.untyped_storage()) not in given]
         writes = is_write(func)
         if not made and not writes:
@@ -268,9 +307,17 @@ class _Recorder(TorchDispatchMode):
         # What comes is there before the operation's inputs can go.
         for tensor in made:
             self._born(tensor.untyped_storage(), use)
+        self.results.values.keep(func, inputs, made, known)
         self.write(Line(Kind.OP, use, flop, moved, name))
         self._ran += 1
         return result
+
+    def _known_result(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        self._pauses = True
+        try:
+            return self.results.values.compute(func, args, kwargs)
+        finally:
+            self._pauses = False
 
     def _read(self, storages: set[int]) -> None:
         for key in storages:
@@ -309,6 +356,7 @@ class _Recorder(TorchDispatchMode):
     def _gone(self, address: int, number: int) -> None:
         if self._numbers.get(address) == number:
             del self._numbers[address]
+            self.results.values.forget(address)
         if not self._is_closed:
             self.write(Line(Kind.FREE, self._use, number))
 
@@ -332,8 +380,15 @@ class _Results:
 
     def __init__(self) -> None:
         self._known: dict[Hashable, tuple[bool, list[tuple[Any, ...]]]] = {}
+        self.values = Values()
 
-    def of(self, func: Any, args: Any, kwargs: dict[str, Any], given: set[int]) -> Any:
+    def of(self, func: Any, args: Any, kwargs: dict[str, Any], given: set[int], found: Any = None) -> Any:
+        """`found`: the result on a CPU, of an operation whose values are known; it says how many rows there are."""
+        if operation_name(func) in _BY_VALUE and found is not None:
+            made = [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=META) for t in tensors_in([found])]
+            return made[0] if isinstance(found, Tensor) else tuple(made)
+        if operation_name(func) == "aten._grouped_mm":
+            return _grouped(*args[:3])
         try:
             key: Hashable = (func, _described(args), _described(kwargs))
             known = self._known.get(key)
@@ -349,6 +404,20 @@ class _Results:
         if each and not is_write(func) and _are_new(each, given):
             self._known[key] = (single, [(tuple(t.shape), t.stride(), t.dtype) for t in each])
         return result
+
+
+# Operations whose results have a shape that depends on values.
+_BY_VALUE = ("aten.nonzero", "aten.masked_select", "aten._unique2", "aten.unique_consecutive", "aten.repeat_interleave")
+
+
+def _grouped(left: Tensor, right: Tensor, offsets: Tensor | None = None) -> Tensor:
+    """Products by group, of any dtype: on the meta device torch has them in bfloat16 alone."""
+    rows, columns = left.shape[-2], right.shape[-1]
+    if left.ndim == right.ndim:
+        # Of two matrices the common dim is divided, and each group has a result.
+        groups = len(left) if offsets is None else len(offsets)
+        return left.new_empty(groups, rows, columns)
+    return left.new_empty(rows, columns)
 
 
 def _described(value: Any) -> Hashable:
@@ -515,6 +584,8 @@ def _flop(func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> int:
     count = flop_registry.get(overloads(func))
     if count is not None:
         return int(count(*args, **kwargs, out_val=result))
+    if operation_name(func) == "aten._grouped_mm":
+        return _grouped_flop(*args[:2])
     if "attention_for_cpu" not in operation_name(func):
         return 0
     backward = "backward" in operation_name(func)
@@ -530,6 +601,12 @@ def _flop(func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> int:
 def _message_nbytes(name: str, given: Any, made: list[Tensor]) -> int:
     """Bytes of the whole tensor of a message: what a gather makes, and what others are given."""
     return sum(map(_nbytes, made if "all_gather" in name else tensors_in([given])))
+
+
+def _grouped_flop(left: Tensor, right: Tensor) -> int:
+    """Each row of a divided dim is in one group."""
+    rows, common, columns = left.shape[-2], left.shape[-1], right.shape[-1]
+    return 2 * rows * common * columns * (len(left) if left.ndim == right.ndim == 3 else 1)
 
 
 def tensors_in(values: Any) -> Iterator[Tensor]:

@@ -68,10 +68,11 @@ class LlamaShape:
     experts: int = 0  # of each feed-forward layer; 0: none
     experts_per_token: int = 2
     balance_loss: float = 0.0  # its factor
+    head_width: int | None = None  # of one head, where it is not dim / heads
 
     @property
     def head_dim(self) -> int:
-        return self.dim // self.heads
+        return self.head_width or self.dim // self.heads
 
 
 class RMSNorm(nn.Module):
@@ -98,10 +99,10 @@ class Attention(nn.Module):
         super().__init__()
         self.shape = shape
         kv_dim = shape.kv_heads * shape.head_dim
-        self.wq = nn.Linear(shape.dim, shape.dim, bias=False)
+        self.wq = nn.Linear(shape.dim, shape.heads * shape.head_dim, bias=False)
         self.wk = nn.Linear(shape.dim, kv_dim, bias=False)
         self.wv = nn.Linear(shape.dim, kv_dim, bias=False)
-        self.wo = nn.Linear(shape.dim, shape.dim, bias=False)
+        self.wo = nn.Linear(shape.heads * shape.head_dim, shape.dim, bias=False)
         # Buffers of the block, not an argument of its forward: mixed precision casts arguments, and angles in bfloat16
         # lose the distance between far positions. Not saved: `init_weights` recomputes them.
         half = (shape.context, shape.head_dim // 2)

@@ -116,6 +116,7 @@ def plan_here(config: Config, world: int) -> Plan:
 
     def described(samples: int, sequence: int | None, compute: str, alone: bool, recompute: Ways) -> Model:
         sizes: dict[str, Any] = {"samples": samples, "compute": compute, "alone": alone, "tensor": strategy.tensor}
+        sizes["on_cpu"] = hardware.blocking
         return describe(programs(sequence), "the trainer's model", recompute=recompute, **sizes)
 
     return Planner(described, hardware).plan(strategy)

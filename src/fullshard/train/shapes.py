@@ -1,6 +1,6 @@
 """Models by name and by a Hugging Face `config.json`, as `Program`s without values: for `fullshard plan`.
 
-The batches have shapes alone. A step takes the mean cross entropy over tokens in float32, as the trainer does.
+The batches have one token everywhere. A step takes the mean cross entropy over tokens in float32, as the trainer does.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ NAMED = {
 # Model types of Hugging Face that have the trainer's Llama's layers and shapes.
 _LIKE_LLAMA = ("llama", "mistral")
 _LONGEST = 4096
-_UNMASKED = "fullshard_unmasked"
+# A token that no config has for padding: models look whether a batch has any.
+_TOKEN = 3
 
 
 def named(name: str, sequence: int | None = None) -> Program:
@@ -55,7 +56,6 @@ def hugging_face(path: Path, sequence: int | None = None) -> Program:
     length = sequence or min(told.get("max_position_embeddings") or _LONGEST, _LONGEST)
     try:
         import transformers
-        from transformers.integrations.sdpa_attention import sdpa_attention_forward
     except ModuleNotFoundError:
         return language_model(_shape(path, told), length)
     try:
@@ -66,12 +66,9 @@ def hugging_face(path: Path, sequence: int | None = None) -> Program:
         raise ProgramError(f"{path}: transformers cannot read it: {str(error).strip().splitlines()[0]}") from None
 
     def build() -> nn.Module:
-        # An attention of transformers' registry for which it makes no mask: to find out whether it needs one, it would
-        # read the batch. Batches here have no padding, and torch's fused attention knows `is_causal`.
-        transformers.AttentionInterface.register(_UNMASKED, sdpa_attention_forward)
-        given: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": _UNMASKED}
+        given: dict[str, Any] = {"dtype": torch.float32}
         model: nn.Module = transformers.AutoModelForCausalLM.from_config(config, **given)  # type: ignore[no-untyped-call]
-        return model
+        return model.train()
 
     return _program(build, lambda model, tokens: model(input_ids=tokens).logits, vocabulary, length)
 
@@ -93,6 +90,7 @@ def _shape(path: Path, told: dict[str, Any]) -> LlamaShape:
             told["intermediate_size"],
             _LONGEST,
             tie_embeddings=bool(told.get("tie_word_embeddings", False)),
+            head_width=told.get("head_dim"),
         )
     except KeyError as error:
         raise ProgramError(f"{path}: expected the key {error.args[0]}, found none") from None
@@ -102,8 +100,8 @@ def _program(
     build: Callable[[], nn.Module], logits: Callable[[nn.Module, Tensor], Tensor], vocabulary: int, length: int
 ) -> Program:
     def batch(index: int) -> tuple[Tensor, Tensor]:
-        tokens = torch.empty(1, length, dtype=torch.long, device="meta")
-        return tokens, torch.empty_like(tokens)
+        tokens = torch.full((1, length), min(_TOKEN, vocabulary - 1), device="cpu")
+        return tokens, tokens.clone()
 
     def loss(model: nn.Module, batch: Any) -> Tensor:
         tokens, targets = batch
