@@ -49,7 +49,7 @@ ROOMS: dict[str, frozenset[str]] = {
     ),
     # Of `observe` only the mode that sees numbers taken of parts of sums; what is compared does not go through it.
     "verify": frozenset({"", "program", "rounding", "page", "checkpoint", "observe", "migrate"}),
-    # Pure but for `facts`, which knows programs, and `tape`, which watches what torch dispatches.
+    # Pure but for `facts`, which knows programs, and `tape` and its parts, which watch what torch dispatches.
     "plan": frozenset({"layout", "schedule", "program", "page", "_torch"}),
     # `--from` reads what `fullshard migrate` reads.
     "train": frozenset({"", "checkpoint", "program", "keys", "observe", "plan", "migrate"}),
@@ -93,6 +93,7 @@ HOOKS_ALLOWED = {
     "extras/replay.py": "checksums of gradients before an optimizer's step, while a step is recorded",
     "migrate/pipeline_stages.py": "sees what comes into a stage of a pipeline, and what goes out",
     "migrate/relations.py": "compares what ranks give to a model, before its forward",
+    "plan/graph_hooks.py": "sees on the meta device, where no unit is sharded, when the engine's hooks would report",
     "verify/weights.py": "for the cause of a difference: sees gradients of each rank independently of the engine",
 }
 

@@ -259,7 +259,6 @@ def _source(arguments: argparse.Namespace, backend: str) -> tuple[Callable[[int 
                 )
         found = find_program(source)
         programs = lambda sequence: found  # noqa: E731
-        strategy = replace(strategy, micro=samples_of(found.batch(0)))
     else:
         raise ProgramError(
             f"{source}: expected a .toml, a config.json, module:function, or one of {', '.join(shapes.NAMED)}"
@@ -275,6 +274,7 @@ def _source(arguments: argparse.Namespace, backend: str) -> tuple[Callable[[int 
         tensor=plan.tensor_parallel_degree,
         context=plan.context_parallel_degree,
         replicas=plan.data_parallel_replicate_degree,
+        micro=samples_of(found.batch(0)) if ":" in source else 1,
     )
     if backend != "gloo":
         strategy = replace(strategy, compute="bfloat16", reduce="float32")

@@ -1,9 +1,11 @@
-"""Predicts what a rank holds, sends and waits for in a step, before a launch. `facts`, `tape` and `values` need
-torch, the others do not.
+"""Predicts what a rank holds, sends and waits for in a step, before a launch. The first five need torch, the others
+do not.
 
-facts         a user's model as data                                               needs torch
-tape          one step of it on the meta device, recorded                          needs torch
-values        what is in small tensors on the meta device                         needs torch
+facts         a user's model as data
+tape          one step of it on the meta device, recorded
+values        what is in small tensors on the meta device
+kernels       attention, dropout and products by the kernels that will run
+graph_hooks   what the engine's hooks on inputs and outputs report in backward
 description   a model as data: units, parameters, the tape of a step
 spans         a tape between the events of the schedule, with and without recomputation
 strategy      dials, and what they make of each unit: layouts and messages

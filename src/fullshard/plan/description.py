@@ -30,6 +30,8 @@ class Kind(IntEnum):
     BACKWARD_END = 6  # the backward of `use` is over: no operation of it follows
     GRADS_READY = 7  # all gradients of the unit `a` are there
     LOSS = 8  # the backward begins
+    REACHED = 9  # a gradient is about to reach an output of `use`, after its BACKWARD
+    INPUTS_REACHED = 10  # the gradients of the inputs of `use` are complete; never, if none requires one
 
 
 # Of messages of divided layers, which torch dispatches as operations: what their names begin with.

@@ -10,10 +10,10 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence
 
 from ..layout import UnitMemory
-from ..schedule import Command, RunRecord, UnitRecord, rules
+from ..schedule import Command, RunRecord, UnitRecord, Use, rules
 from .account import KINDS, Bytes, Exposed, Moment, Pool, Simulated, Traffic
 from .clock import AXES, Clock
-from .description import Parameter
+from .description import OUTSIDE, Parameter
 from .machine import Hardware
 from .owners import owners_step
 from .reductions import Reductions
@@ -63,6 +63,8 @@ class Simulation:
         # The times at which gathers arrive, and the bytes of gradients that no command took yet; by index of the unit.
         self.arrivals: dict[int, float] = {}
         self.gradients: dict[int, float] = dict.fromkeys(range(len(units)), 0.0)
+        # The uses of this pass as the rules number them, by their numbers on the tape.
+        self.uses: dict[int, Use] = {}
         # The units whose held gradients go with this backward, and units whose gradients stay here.
         self.touched: list[str] = []
         self.staying: list[Unit] = []
@@ -130,7 +132,7 @@ class Simulation:
             if event is not None and event.kind == "loss":
                 self.phase = "loss"
             elif event is not None and event.unit >= 0:
-                self._event(event.kind, records[event.unit])
+                self._event(event.kind, records[event.unit], event.use)
             self._span(span)
         present = [self.gradients[record.index] > 0 for record in records]
         self.phase = "end of backward"
@@ -140,7 +142,7 @@ class Simulation:
         self.host.set("activations", "", 0.0)
         self._note()
 
-    def _event(self, kind: str, record: UnitRecord) -> None:
+    def _event(self, kind: str, record: UnitRecord, use: int) -> None:
         """Report to the rules what the engine's hooks report."""
         run, name = self.schedule, record.name
         if kind == "pre_forward":
@@ -148,11 +150,13 @@ class Simulation:
             self._do(rules.pre_forward(run, record))
         elif kind == "post_forward":
             self._do(rules.post_forward(run, record))
+            if use != OUTSIDE and record.sending.open and not record.sending.begins:
+                self.uses[use] = record.sending.open[-1]
             if run.forward_root is not None:
                 self.phase = f"forward {run.forward_root.name}"
         elif kind == "pre_backward":
             self.phase = f"backward {name}"
-            self._do(rules.pre_backward(run, record))
+            self._do(rules.pre_backward(run, record, use=self.uses.get(use)))
         elif kind == "gradients":
             # Gradients of its own parameters come, after the backward of units inside it. The rules are not asked.
             self.phase = f"backward {name}"

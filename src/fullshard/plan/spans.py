@@ -32,11 +32,11 @@ class Work(NamedTuple):
 
 
 class Event(NamedTuple):
-    """The event before a span: a kind of `schedule.EVENTS`, the number of the unit, and whether the unit's forward
-    had inputs that require a gradient."""
+    """The event before a span: a kind of `schedule.EVENTS`, the number of the unit, and of its use on the tape."""
 
     kind: str
     unit: int
+    use: int = OUTSIDE
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +131,10 @@ _EVENTS = {
     Kind.ENTER: "pre_forward",
     Kind.EXIT: "post_forward",
     Kind.BACKWARD: "pre_backward",
-    Kind.BACKWARD_END: "inputs_reached",
+    Kind.REACHED: "pre_backward",
+    Kind.REACHED: "pre_backward",
+    Kind.INPUTS_REACHED: "inputs_reached",
+    Kind.BACKWARD_END: "backward_over",
     Kind.GRADS_READY: "grads_ready",
     Kind.LOSS: "loss",
 }
@@ -235,7 +238,7 @@ def _spans(tape: Tape, lines: Iterable[Line], samples: int) -> Step:
                 for size, use in sizes.values():
                     held[units.get(use, OUTSIDE)] += size
             unit_number = line.a if kind is Kind.GRADS_READY else units.get(line.use, OUTSIDE)
-            running.close(Event(_EVENTS[kind], unit_number))
+            running.close(Event(_EVENTS[kind], unit_number, line.use))
     flush()
     running.close(None)
     by_unit = tuple(sorted((unit, float(size)) for unit, size in held.items()))

@@ -14,27 +14,23 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.overrides import TorchFunctionMode
-from torch.utils.flop_counter import flop_registry
 
 from .._torch import (
     TorchDispatchMode,
-    attention_for_cpu,
     base_of,
     current_node,
     is_write,
     next_node_number,
     node_number,
     operation_name,
-    overloads,
     storage_key,
-    without_torch_functions,
 )
 from ..program import Program
 from .description import MESSAGE, OUTSIDE, Kind, Line, Tape
+from .graph_hooks import GraphHooks
+from .kernels import Kernels, grouped, operations
 from .recomputation import FROM_HOST, TO_HOST
 from .values import Values, picked
 
@@ -69,7 +65,7 @@ def record(
         recorder = (_DividedRecorder if divided else _Recorder)([*_plain(model.parameters())], others)
         for tensor, value in known:
             recorder.results.values.set(tensor, value)
-        with loss_context(), _wrapped(model, place, recorder, compute, on_host), recorder, _Kernels(on_cpu):
+        with loss_context(), _wrapped(model, place, recorder, compute, on_host), recorder, Kernels(on_cpu):
             loss = program.loss(model, batch)
             if not isinstance(loss, Tensor) or loss.numel() != 1:
                 what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
@@ -131,68 +127,6 @@ def _brought(parameter: Tensor) -> tuple[str, int] | None:
     if found.is_partial():
         return ("all_reduce" if own.is_replicate() else "reduce_scatter_tensor"), elements
     return ("all_gather_into_tensor" if own.is_replicate() else "all_to_all_single"), elements
-
-
-class _Kernels(TorchFunctionMode):
-    """Attention and dropout by the kernels that the step will run. On the meta device torch would choose others: those
-    that write all scores, and noise in the dtype of the input instead of one byte for each element. Numbers in a list
-    that indexes stay known."""
-
-    def __init__(self, on_cpu: bool) -> None:
-        super().__init__()
-        self._on_cpu = on_cpu
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is F.scaled_dot_product_attention:
-            return _attend(self._on_cpu, *args, **(kwargs or {}))
-        if func is F.dropout and not self._on_cpu:
-            return _drop(*args, **(kwargs or {}))
-        if func is Tensor.__getitem__:
-            args = (args[0], _with_numbers(args[1]))
-        return func(*args, **(kwargs or {}))
-
-
-def _with_numbers(index: Any) -> Any:
-    if isinstance(index, tuple):
-        return tuple(map(_with_numbers, index))
-    plain = isinstance(index, list) and index and all(type(each) is int for each in index)
-    return torch.tensor(index, device="cpu") if plain else index
-
-
-def _drop(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
-    with without_torch_functions():
-        if not training or inplace or not 0 < p < 1:
-            return F.dropout(input, p, training, inplace)
-        out: Tensor = torch.native_dropout(input, p, True)[0]
-        return out
-
-
-def _attend(
-    on_cpu: bool,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Tensor:
-    """Attention by a kernel that holds no scores, where there is one: a CPU has none with dropout, a device's keeps the
-    state of a generator."""
-    fused = (
-        query.ndim == 4
-        and query.shape[-1] == value.shape[-1]
-        and (attn_mask is None or not attn_mask.requires_grad)
-        and (enable_gqa or query.shape[1] == key.shape[1])
-        and not (on_cpu and dropout_p)
-    )
-    if not fused:
-        with without_torch_functions():
-            return F.scaled_dot_product_attention(
-                query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-            )
-    return attention_for_cpu(query, key, value, is_causal, attn_mask, scale)
 
 
 class _Packed(NamedTuple):
@@ -274,6 +208,11 @@ class _Recorder(TorchDispatchMode):
         self.write(Line(Kind.EXIT, use))
         self._open.remove(use)
 
+    def hooks(self, use: int, inputs: Iterable[Tensor]) -> GraphHooks:
+        """The hooks on a use that begins, which write to the tape."""
+        report = [lambda use, kind=kind: self.write(Line(kind, use)) for kind in (Kind.REACHED, Kind.INPUTS_REACHED)]
+        return GraphHooks(use, inputs, *report)
+
     def close(self) -> list[Line]:
         self._is_closed = True
         return self._lines
@@ -301,7 +240,7 @@ class _Recorder(TorchDispatchMode):
         flop = (
             _message_nbytes(name, args[0], made)
             if name.startswith(MESSAGE)
-            else _flop(func, args, kwargs or {}, result)
+            else operations(func, args, kwargs or {}, result)
         )
         moved = sum(map(_nbytes, tensors_in([*args, *(kwargs or {}).values()]))) + sum(map(_nbytes, made))
         # What comes is there before the operation's inputs can go.
@@ -388,7 +327,7 @@ class _Results:
             made = [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=META) for t in tensors_in([found])]
             return made[0] if isinstance(found, Tensor) else tuple(made)
         if operation_name(func) == "aten._grouped_mm":
-            return _grouped(*args[:3])
+            return grouped(*args[:3])
         try:
             key: Hashable = (func, _described(args), _described(kwargs))
             known = self._known.get(key)
@@ -408,16 +347,6 @@ class _Results:
 
 # Operations whose results have a shape that depends on values.
 _BY_VALUE = ("aten.nonzero", "aten.masked_select", "aten._unique2", "aten.unique_consecutive", "aten.repeat_interleave")
-
-
-def _grouped(left: Tensor, right: Tensor, offsets: Tensor | None = None) -> Tensor:
-    """Products by group, of any dtype: on the meta device torch has them in bfloat16 alone."""
-    rows, columns = left.shape[-2], right.shape[-1]
-    if left.ndim == right.ndim:
-        # Of two matrices the common dim is divided, and each group has a result.
-        groups = len(left) if offsets is None else len(offsets)
-        return left.new_empty(groups, rows, columns)
-    return left.new_empty(rows, columns)
 
 
 def _described(value: Any) -> Hashable:
@@ -496,9 +425,12 @@ def _forward(
     use = recorder.enter(unit, list(tensors_in([args, kwargs])))
     if compute is not None:
         args, kwargs = _cast(args, compute), _cast(kwargs, compute)
+    hooks = recorder.hooks(use, tensors_in([args, kwargs]))
     with _OnHost(recorder) if on_host else nullcontext():
         out = forward(*args, **kwargs)
-    recorder.leave(use, list(tensors_in([out])))
+    outputs = list(tensors_in([out]))
+    recorder.leave(use, outputs)
+    hooks.leave(outputs)
     return out
 
 
@@ -521,6 +453,8 @@ def _with_ends(lines: list[Line]) -> list[Line]:
     in_backward = False
     for line in lines:
         in_backward = in_backward or line.kind is Kind.LOSS
+        if line.kind is Kind.REACHED and line.use not in begun:
+            line = line._replace(kind=Kind.BACKWARD)
         if line.kind is Kind.BACKWARD:
             if line.use in begun:
                 continue
@@ -579,34 +513,9 @@ def _with_gradients(lines: list[Line], gradients: dict[int, int]) -> tuple[Line,
     return tuple(out)
 
 
-def _flop(func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> int:
-    """Floating-point operations of matrix products, convolutions and attention; 0 for others."""
-    count = flop_registry.get(overloads(func))
-    if count is not None:
-        return int(count(*args, **kwargs, out_val=result))
-    if operation_name(func) == "aten._grouped_mm":
-        return _grouped_flop(*args[:2])
-    if "attention_for_cpu" not in operation_name(func):
-        return 0
-    backward = "backward" in operation_name(func)
-    query, key = args[1:3] if backward else args[:2]
-    batch, heads, length, width = query.shape
-    causal = args[7] if backward and len(args) > 7 else (args[4] if len(args) > 4 and not backward else False)
-    # Two products forward; backward makes five, one of which is the scores again.
-    products = 5 if backward else 2
-    whole = 2 * products * batch * heads * length * key.shape[2] * width
-    return int(whole // 2 if causal else whole)
-
-
 def _message_nbytes(name: str, given: Any, made: list[Tensor]) -> int:
     """Bytes of the whole tensor of a message: what a gather makes, and what others are given."""
     return sum(map(_nbytes, made if "all_gather" in name else tensors_in([given])))
-
-
-def _grouped_flop(left: Tensor, right: Tensor) -> int:
-    """Each row of a divided dim is in one group."""
-    rows, common, columns = left.shape[-2], left.shape[-1], right.shape[-1]
-    return 2 * rows * common * columns * (len(left) if left.ndim == right.ndim == 3 else 1)
 
 
 def tensors_in(values: Any) -> Iterator[Tensor]:
