@@ -57,12 +57,14 @@ _SMALL: dict[str, Any] = {
 @dataclass(frozen=True)
 class Family:
     """`auto`: the class of transformers that makes the model of a config. `kind`: of its batches. `given`: sets what
-    training sets otherwise than the defaults; `small`: what a tiny one has beside `_SMALL`."""
+    training sets otherwise than the defaults; `small`: what a tiny one has beside `_SMALL`; `length`: tokens of a
+    sample by the defaults."""
 
     auto: str
     kind: str = "text"
     given: dict[str, Any] = field(default_factory=dict)
     small: dict[str, Any] = field(default_factory=dict)
+    length: int = 512
 
 
 def _images(**small: Any) -> dict[str, Any]:
@@ -105,11 +107,11 @@ FAMILIES: dict[str, Family] = {
     "olmoe": Family(_DECODER),
     "granitemoe": Family(_DECODER),
     "gpt_oss": Family(_DECODER, small=dict(layer_types=["sliding_attention", "full_attention", "full_attention"])),
-    # State spaces and other recurrences.
-    "mamba": Family(_DECODER, small=dict(state_size=8, expand=2, time_step_rank=4)),
+    # State spaces and other recurrences. Without kernels of their own they are a loop over tokens.
+    "mamba": Family(_DECODER, small=dict(state_size=8, expand=2, time_step_rank=4), length=64),
     "mamba2": Family(_DECODER, small=dict(state_size=8, num_heads=8, head_dim=16, n_groups=1, chunk_size=16)),
-    "falcon_mamba": Family(_DECODER, small=dict(state_size=8, expand=2, time_step_rank=4)),
-    "rwkv": Family(_DECODER, small=dict(attention_hidden_size=64, context_length=64)),
+    "falcon_mamba": Family(_DECODER, small=dict(state_size=8, expand=2, time_step_rank=4), length=64),
+    "rwkv": Family(_DECODER, small=dict(attention_hidden_size=64, context_length=64), length=64),
     # Text, in both directions.
     "bert": Family(_MASKED),
     "roberta": Family(_MASKED, small=dict(max_position_embeddings=80)),
@@ -230,7 +232,7 @@ def corpus_model(name: str, *, tiny: bool) -> Corpus:
         model = make()
     names = {id(module): dotted for dotted, module in model.named_modules()}
     units = tuple(names[id(block)] for block in blocks_apart(model))
-    length = 32 if tiny else 512
+    length = 32 if tiny else family.length
     return Corpus(make, units, (), kind=family.kind, config=config, length=length)
 
 
