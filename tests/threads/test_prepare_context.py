@@ -17,7 +17,7 @@ from fullshard import RanksDisagree, checkpoint, prepare_fully_shard
 from fullshard.migrate import ConfigError
 from tests.harness import installed
 from tests.harness.axes import hugging_face, llama
-from tests.harness.models import adamw, assert_same_training, collect
+from tests.harness.models import adamw, assert_same_training, collect, seeded
 from tests.harness.sequences import batch_of, check, loss_of_parts, shifted, train
 from tests.harness.threads import run_ranks
 
@@ -59,6 +59,60 @@ def test_decoders_of_hugging_face(kind: str, plan: dict[str, Any]) -> None:
     installed.needs("transformers")
     world = 4 if "tensor_parallel_degree" in plan else 2
     check(world, partial(hugging_face, kind), plan)
+
+
+def _bert(name: str) -> nn.Module:
+    import transformers
+
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48}
+    sizes |= {"num_hidden_layers": 2, "num_attention_heads": 4}
+    config = transformers.BertConfig(**sizes, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+    config._attn_implementation = "sdpa"
+    made = seeded(lambda: getattr(transformers, name)(config))
+    for named, parameter in made.named_parameters():
+        # A softmax does not see it: its gradient is rounding, which Adam makes steps of.
+        parameter.requires_grad_(not named.endswith("key.bias"))
+    return made
+
+
+@pytest.mark.filterwarnings("ignore")  # transformers' own, on import
+def test_labels_of_masked_tokens_are_not_shifted() -> None:
+    """As the model's own loss has it; with the axis, and without it."""
+    installed.needs("transformers")
+    for plan in (CP, {"data_parallel_shard_degree": 2}):
+        check(2, partial(_bert, "BertForMaskedLM"), plan)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_loss_of_sequences_that_each_rank_computes_of_its_part_is_refused() -> None:
+    """A class is pooled from the first token, and only one rank has it. Without gradients nobody compares."""
+    installed.needs("transformers")
+    ids = batch_of(0, 0)["input_ids"]
+
+    def rank_main(rank: int) -> list[str]:
+        said = []
+        for labels in (torch.tensor([0, 1]), torch.tensor([[0.0, 1.0], [1.0, 0.0]])):
+            model = _bert("BertForSequenceClassification")
+            prepared = prepare_fully_shard(model, parallelism=CP, show=False)
+            with pytest.raises(ValueError) as caught, prepared.context() as cp:
+                parts = cp.split({"input_ids": ids, "labels": labels})
+                assert torch.equal(parts["labels"], labels)
+                model(**parts)
+            said.append(str(caught.value))
+        with torch.no_grad(), prepared.context() as cp:
+            model(**cp.split({"input_ids": ids, "labels": labels}))
+        with prepared.context() as cp:
+            cp.split(ids)
+            same = F.mse_loss(torch.ones(2, requires_grad=True), torch.zeros(2))
+            of_tokens = F.mse_loss(torch.full((2, 4, 3), float(rank), requires_grad=True), torch.zeros(2, 4, 3))
+            assert float(of_tokens.detach()) == rank
+        assert float(same.detach()) == 1.0
+        return said
+
+    for said in run_ranks(2, rank_main):
+        assert len(said) == 2 and all(
+            "expected a loss of tokens, or one that is the same on all" in one for one in said
+        )
 
 
 def test_without_cp_the_same_program_trains_whole_sequences() -> None:

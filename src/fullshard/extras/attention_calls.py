@@ -23,6 +23,10 @@ from torch.utils.checkpoint import CheckpointFunction
 _WHAT = "context_parallel"
 _SOFTMAX = frozenset({F.softmax, torch.softmax, Tensor.softmax})
 _BACKWARDS = frozenset({Tensor.backward, torch.autograd.backward, torch.autograd.grad})
+_LOSSES = frozenset(
+    {F.cross_entropy, F.nll_loss, F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss}
+    | {F.binary_cross_entropy, F.binary_cross_entropy_with_logits, F.kl_div}
+)
 # Whole layers of torch's inference, with attention in them.
 _FAST = frozenset({"_native_multi_head_attention", "_transformer_encoder_layer_fwd"})
 
@@ -63,16 +67,16 @@ class Call(NamedTuple):
 
 class AttentionCalls(TorchFunctionMode):
     """Inside, calls go to `attend`. `length`: tokens of this rank, 0 if not known: for attention of another kind.
-    `cross_entropy`: is called instead of the one in torch."""
+    `loss`: is called with a function of torch that is a loss, and its arguments, instead of that."""
 
     def __init__(
         self,
         attend: Callable[[Call], Tensor],
         length: Callable[[], int],
-        cross_entropy: Callable[..., Tensor] | None = None,
+        loss: Callable[..., Tensor] | None = None,
     ) -> None:
         super().__init__()
-        self._attend, self._length, self._cross_entropy = attend, length, cross_entropy
+        self._attend, self._length, self._loss = attend, length, loss
         # Calls in reentrant checkpoints whose recomputation has not come yet.
         self._owed = 0
 
@@ -88,8 +92,8 @@ class AttentionCalls(TorchFunctionMode):
             # Recomputation has to find this mode.
             with _Again(self):
                 return _asked_once(func)(*args, **kwargs)
-        if func is F.cross_entropy and self._cross_entropy is not None:
-            return self._cross_entropy(*args, **kwargs)
+        if func in _LOSSES and self._loss is not None:
+            return self._loss(func, *args, **kwargs)
         if func in _SOFTMAX:
             self._expect_other(args, kwargs)
         elif getattr(func, "__name__", "") in _FAST:

@@ -21,7 +21,7 @@ from ..layout import AttentionShape, SequenceSplit, Traffic, nearest_degrees, re
 from ..policy.arguments import expect, expect_choice, expect_each, expect_flag, expect_tensors, expect_whole
 from .attention_calls import AttentionCalls, Call
 from .sequence_attention import Sight, ring, ulysses
-from .token_mean import token_mean
+from .token_mean import same_on_all, token_mean
 
 _WHAT = "context_parallel"
 IGNORED = -100
@@ -132,6 +132,8 @@ class ContextParallel:
         self._split, self._buffers = split, buffers
         self._line = SequenceLine(mesh, split)
         self._batch = Batch()
+        # Whether the model's loss is that of the next token, so that `labels` of a mapping are shifted.
+        self.shifts_labels = True
         # Is called with the tensors of each batch, whole.
         self.on_split: Callable[[list[Any]], None] | None = None
         # The kinds of calls that the ranks compared since the context was entered, or the last batch was split.
@@ -139,15 +141,19 @@ class ContextParallel:
         self._entered: ExitStack | None = None
         # Calls of attention since then.
         self._attended = 0
-        means = self._cross_entropy if token_means else None
+        means = self._loss if token_means else None
         self._calls = AttentionCalls(self._attend, lambda: self._batch.padded // split.degree, means)
 
     @classmethod
-    def of_plan(cls, mesh: DeviceMesh | None, data: DeviceMesh, variant: str) -> ContextParallel:
+    def of_plan(
+        cls, mesh: DeviceMesh | None, data: DeviceMesh, variant: str, *, shifts_labels: bool = True
+    ) -> ContextParallel:
         """The context of a plan whose parameters are on `data`: over `mesh`, its axis `cp`; None: it has none. The mean
         of a cross entropy inside is that of all tokens. Sends nothing."""
         split = SequenceSplit(1, balanced=False) if mesh is None else SequenceSplit(mesh.size(), balanced=True)
-        return cls(mesh, split, variant, data=data, token_means=mesh is not None)
+        made = cls(mesh, split, variant, data=data, token_means=mesh is not None)
+        made.shifts_labels = shifts_labels
+        return made
 
     @property
     def degree(self) -> int:
@@ -208,7 +214,13 @@ class ContextParallel:
     # ---- batches -------------------------------------------------------------------------------------------
 
     def split(
-        self, batch: Any, *, seq_dim: int = 1, documents: Tensor | None = None, pad_with: int | None = None
+        self,
+        batch: Any,
+        *,
+        seq_dim: int = 1,
+        documents: Tensor | None = None,
+        pad_with: int | None = None,
+        shift_labels: bool | None = None,
     ) -> Any:
         """This rank's part of a batch, which is the same on all ranks that share its sequences.
 
@@ -218,11 +230,15 @@ class ContextParallel:
             the context then sees keys of the own document alone.
         pad_with: the token by which `input_ids` of a mapping are padded to a legal length; None: other lengths are
             refused.
+        shift_labels: whether `labels` of a mapping are those of the tokens themselves, and the loss is that of the next
+            token. None: as the loss of a Hugging Face model that was given to `prepare_fully_shard` has it; otherwise
+            True. False for masked language models.
 
-        Of a mapping, `labels` are shifted before they are cut, so that the last token of a chunk has its label, and
-        are both `labels` and `shift_labels` of the result; `position_ids` are those of the whole sequence, and made if
-        there are none. Documents are taken from positions that do not go up by one, and from an `attention_mask`
-        (tokens that it leaves out are seen by one another alone); the mask of the result is one of ones.
+        Of a mapping, such `labels` are shifted before they are cut, so that the last token of a chunk has its label.
+        They are both `labels` and `shift_labels` of the result; `position_ids` are those of the whole sequence, and
+        made if there are none. Documents are taken from positions that do not go up by one, and from an
+        `attention_mask` (tokens that it leaves out are seen by one another alone); the mask of the result is one of
+        ones.
 
         Documents count until the next split, or the end of the context. Raises `ValueError` for a length that does not
         divide, with the nearest ones.
@@ -230,7 +246,8 @@ class ContextParallel:
         expect_whole("seq_dim", seq_dim, 0)
         self._calls.refuse_new_batch()
         if isinstance(batch, Mapping):
-            whole, documents = self._prepared(batch, seq_dim, documents, pad_with)
+            shifts = self.shifts_labels if shift_labels is None else shift_labels
+            whole, documents = self._prepared(batch, seq_dim, documents, pad_with, shifts)
             length = _length_of(batch, seq_dim)
         else:
             expect("pad_with", pad_with is None, "None, but for a mapping", pad_with, "pad the tensors", ValueError)
@@ -322,9 +339,12 @@ class ContextParallel:
             f"fully_shard gets the same"
         )
 
-    def _cross_entropy(self, *args: Any, **kwargs: Any) -> Tensor:
+    def _loss(self, func: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
         assert self.mesh is not None
-        return token_mean(self.mesh, self._batch.padded // self.degree, *args, **kwargs)
+        here = self._batch.padded // self.degree
+        if func is F.cross_entropy:
+            return token_mean(self.mesh, here, *args, **kwargs)
+        return same_on_all(self.mesh, here, func(*args, **kwargs), args[0] if args else kwargs["input"])
 
     def _cut(self, tensor: Tensor, dim: int) -> Tensor:
         self._expect_legal(tensor.shape[dim])
@@ -333,14 +353,15 @@ class ContextParallel:
         return parts[0].contiguous() if len(parts) == 1 else torch.cat(parts, dim)
 
     def _prepared(
-        self, batch: Mapping[str, Any], seq_dim: int, documents: Tensor | None, pad_with: int | None
+        self, batch: Mapping[str, Any], seq_dim: int, documents: Tensor | None, pad_with: int | None, shifts: bool
     ) -> tuple[dict[str, Any], Tensor | None]:
         """The whole batch as the model takes it, padded, with positions and shifted labels; and its documents."""
         whole, length = dict(batch), _length_of(batch, seq_dim)
         like = next(value for value in batch.values() if _has_length(value, seq_dim, length))
         rows, device = like.shape[0], like.device
         padded = length if pad_with is None else self._split.nearest(length)[-1]
-        if "labels" in whole:
+        # Labels of whole sequences, such as a class, stay.
+        if shifts and _has_length(whole.get("labels"), seq_dim, length):
             if "shift_labels" not in whole:
                 whole["shift_labels"] = F.pad(whole["labels"], (0, 1), value=IGNORED)[..., 1:]
             whole["labels"] = whole["shift_labels"]

@@ -306,7 +306,7 @@ def prepare_fully_shard(
     for one in optimizers:
         replaced.rebind(one)
         rebind_optimizer(one, together)
-    sequences = sequences_of(axes, whole, mesh, config.parallelism.context_parallel_variant)
+    sequences = sequences_of(axes, whole, mesh, config.parallelism.context_parallel_variant, model)
     pipeline = None
     if split is not None:
         relations = Relations(None, axes, whole, sequence=division.sequence, sequences=sequences)
