@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import fullshard
+from fullshard.param.initial import table_nbytes
 from tests.harness import on_device
 from tests.harness.on_device import Setup
 from tests.harness.pool import pool
@@ -23,13 +24,14 @@ def _trained(rank: int, model: Any, optimizer: Any, step: int) -> None:
     optimizer.zero_grad()
 
 
-def _sleeps(rank: int, sleeps: bool, offload: bool) -> dict[str, Any]:
+def _sleeps(rank: int, sleeps: bool, offload: bool, replicas: int = 1) -> dict[str, Any]:
     from tests.harness import nccl, simulated
 
     device = torch.simulated  # type: ignore[attr-defined]
     found: dict[str, Any] = {"said": [], "reports": []}
     with simulated.watched() as seen:
-        model: Any = on_device.sharded(CASE.build().to("simulated"), Setup("packed", offload=offload))
+        setup = Setup("packed", offload=offload, replicas=replicas)
+        model: Any = on_device.sharded(CASE.build().to("simulated"), setup)
         model.register_buffer("table", torch.ones(1000, device="simulated"))
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         for step in range(2):
@@ -42,11 +44,13 @@ def _sleeps(rank: int, sleeps: bool, offload: bool) -> dict[str, Any]:
             del batch
             if sleeps:
                 gc.collect()
+                found["sharded"] = sum(p.to_local().nbytes for p in model.parameters())
                 before = device.memory_allocated()
-                found["reports"].append(fullshard.sleep(model, optimizer))
+                drop: Any = "replicas" if replicas > 1 else False
+                found["reports"].append(fullshard.sleep(model, optimizer, drop=drop))
                 gc.collect()
                 found["asleep"] = device.memory_allocated()
-                found["before"] = before
+                found["before"], found["table"] = before, table_nbytes(torch.device("simulated", 0))
                 for use in (
                     lambda model=model: model.first.weight + 1,
                     model.state_dict,
@@ -82,5 +86,24 @@ def test_memory_is_the_device_s_meanwhile(offload: bool, seed: int) -> None:
         # The allocator rounds up: at least what is reported is there again, and all of it is taken back.
         assert found["asleep"] <= found["before"] - report.freed_nbytes
         assert found["after"] == found["before"]
-        assert found["asleep"] < report.freed_nbytes
+        # Shards, gradients of a window and two states of AdamW. Nothing of them stays on the device.
+        assert report.freed_nbytes >= (0 if offload else 3) * found["sharded"]
+        assert found["asleep"] - found["table"] < found["sharded"] / 20
+        assert offload or report.stayed_nbytes < found["sharded"] / 50  # counts of steps
         assert (report.stayed_nbytes > report.freed_nbytes) is offload
+
+
+@pytest.mark.parametrize("offload", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_replicas_keep_a_part_each(offload: bool) -> None:
+    """Two replicas: each has half of what is sharded on the host, and with offload no more than that."""
+    slept = pool(2, backend="nccl").run(_sleeps, True, offload, 2, seed=3, timeout=90)
+    awake = pool(2, backend="nccl").run(_sleeps, False, offload, 2, seed=3, timeout=90)
+    for found, expected in zip(slept, awake, strict=True):
+        assert not found["faults"], found["faults"][0]
+        assert found["values"] == expected["values"]
+        report = found["reports"][-1]
+        # Parameters and two states of AdamW, less a remainder of 16 bytes for each storage.
+        assert abs(report.dropped_nbytes - 1.5 * found["sharded"]) < found["sharded"] / 50
+        assert report.freed_nbytes == report.moved_nbytes + report.dropped_nbytes
+        assert found["asleep"] - found["table"] < found["sharded"] / 20
+        assert found["after"] == found["before"]

@@ -166,7 +166,7 @@ FUNCTIONS: dict[str, Call] = {
             "model": MODEL,
             "optimizer": Argument(lambda given: given.optimizer, "None list"),
             "average": MAYBE,
-            "drop": _is(False, "True"),
+            "drop": _is(False, "True text"),
         },
     ),
     "wake": (fullshard.wake, {"model": MODEL._replace(taken="module"), "load": _is(None, CALLABLE)}),

@@ -108,7 +108,6 @@ LONG_FILES: dict[str, str] = {}
 
 # Private names of others that a file outside of _torch uses, each with its reason.
 PRIVATE_ALLOWED: dict[tuple[str, str], str] = {
-    ("extras/sleep.py", "._parameters"): "what is on a module by name, which an asleep tensor replaces meanwhile",
     ("program.py", "'_no_split_modules'"): "where Hugging Face's models name their blocks; torch has no such name",
     ("migrate/wrapping.py", "'_no_split_modules'"): "the same",
     ("migrate/wrapping.py", "'_fsdp_wrap'"): "a mark of Composer's on modules; torch has no such name",

@@ -17,7 +17,8 @@ from torch.distributed.tensor import DTensor
 import fullshard
 from fullshard import checkpoint
 from fullshard.extras import Slept
-from fullshard.extras.sleep import _Memory
+from fullshard.extras.sleep import _asleep
+from fullshard.extras.slept_memory import SleptMemory, tensors_in
 from tests.harness import mailbox
 from tests.harness.models import BY_NAME, Trained, adamw, assert_same_training, collect, seeded
 from tests.harness.threads import run_ranks
@@ -204,6 +205,7 @@ def _dropped(rank: int, path: str) -> tuple[Slept, list[str], bool, Trained, Tra
     before = collect(model, optimizer)
     saved, of_optimizer = checkpoint.get_state_dict(model, optimizer)
     checkpoint.save({"model": saved, "optimizer": of_optimizer}, checkpoint_id=path)
+    del saved, of_optimizer  # their tensors share the memory
     report = fullshard.sleep(model, optimizer, drop=True)
     said = []
 
@@ -264,6 +266,215 @@ def test_dropped_and_taken_from_a_peer(world: int) -> None:
             assert_same_training(after, before, eps_multiple=0)
 
 
+def _hsdp(replicas: int, shards: int) -> tuple[Any, Any, Any]:
+    mesh = init_device_mesh("cpu", (replicas, shards), mesh_dim_names=("replicate", "shard"))
+    model = _model(mesh=mesh)
+    optimizer = adamw(model.parameters(), watched=False)
+    _step(model, optimizer, dist.get_rank(), 0)
+    mean = fullshard.average(model, decay=0.5)
+    return model, optimizer, mean
+
+
+def _held_by_replicas(rank: int, replicas: int, shards: int) -> tuple[Slept, Slept, int, Any, Any, Any]:
+    model, optimizer, mean = _hsdp(replicas, shards)
+    # Gradients of a window, which replicas do not have alike.
+    model.set_requires_gradient_sync(False)
+    CASE.loss(model, CASE.batch(1, rank)).backward()
+    model.set_requires_gradient_sync(True)
+    before = collect(model, optimizer)
+    report = fullshard.sleep(model, optimizer, average=mean, drop="replicas")
+    held = {id(memory): memory for memory in _asleep[model]._memory.values()}.values()
+    kept = sum(0 if memory._host is None else memory._host.nbytes for memory in held)
+    back = fullshard.wake(model)
+    after = collect(model, optimizer)
+    _step(model, optimizer, rank, 1)
+    mean.update()
+    means = {name: mean.to_local().clone() for name, mean in mean.state_dict()["means"].items()}
+    return report, back, kept, before, after, (collect(model, optimizer), means)
+
+
+def _held_by_each(rank: int, replicas: int, shards: int) -> Any:
+    model, optimizer, mean = _hsdp(replicas, shards)
+    model.set_requires_gradient_sync(False)
+    CASE.loss(model, CASE.batch(1, rank)).backward()
+    model.set_requires_gradient_sync(True)
+    _step(model, optimizer, rank, 1)
+    mean.update()
+    return collect(model, optimizer), {k: v.to_local().clone() for k, v in mean.state_dict()["means"].items()}
+
+
+@pytest.mark.parametrize(
+    ("replicas", "shards"),
+    [(2, 1), (3, 1), pytest.param(2, 2, marks=pytest.mark.slow), pytest.param(4, 1, marks=pytest.mark.slow)],
+)
+def test_replicas_keep_a_part_each(replicas: int, shards: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(SleptMemory, "slab_nbytes", 1000)
+    found = run_ranks(replicas * shards, lambda rank: _held_by_replicas(rank, replicas, shards))
+    expected = run_ranks(replicas * shards, lambda rank: _held_by_each(rank, replicas, shards))
+    for (report, back, kept, before, after, (ended, means)), (awake, wanted) in zip(found, expected, strict=True):
+        assert_same_training(after, before, eps_multiple=0)
+        assert_same_training(ended, awake, eps_multiple=0)
+        assert all(torch.equal(means[name], wanted[name]) for name in wanted)
+        assert report == back and report.moved_nbytes == kept > 0
+        assert report.freed_nbytes == report.moved_nbytes + report.dropped_nbytes
+    # Together the replicas of a shard keep its bytes once, whatever remains for each piece of 16 bytes.
+    for shard in range(shards):
+        reports = [found[replica * shards + shard][0] for replica in range(replicas)]
+        assert len({report.freed_nbytes for report in reports}) == 1
+        assert sum(report.moved_nbytes for report in reports) == reports[0].freed_nbytes
+
+
+def _differing(rank: int) -> list[str]:
+    model, optimizer, _ = _hsdp(2, 1)
+    said = []
+    with torch.no_grad():
+        model.head.weight.to_local()[:, 0].add_(0 if rank == 0 else 1)
+    before = collect(model, optimizer)
+    for drop in ("replicas", False):
+        try:
+            fullshard.sleep(model, optimizer, drop=drop)
+            said.append("asleep")
+        except RuntimeError as error:
+            said.append(f"{type(error).__name__}: {error}")
+    fullshard.wake(model)
+    assert_same_training(collect(model, optimizer), before, eps_multiple=0)
+    return said
+
+
+def test_replicas_that_differ_are_named_and_keep_their_own() -> None:
+    for said in run_ranks(2, _differing):
+        assert "RanksDisagree" in said[0] and "head.weight" in said[0] and "ranks 0 and 1" in said[0], said
+        assert said[1] == "asleep"
+
+
+def _held_by_the_program(rank: int) -> tuple[Slept, Slept, bool, bool]:
+    """A part of the first model is held, of the second one nothing."""
+    reports = []
+    for holds in (True, False):
+        model = _model()
+        optimizer = fullshard.step_on_shards(adamw(model.parameters(), watched=False))
+        _step(model, optimizer, rank, 0)
+        view = model.layers[1].mlp.up.weight.to_local() if holds else None
+        reports.append(fullshard.sleep(model, optimizer, drop=True))
+        if holds:
+            first = view is not None and not view.isnan().any()
+        fullshard.wake(model, load=lambda model=model: _fill(model))
+        if holds:
+            second = view is not None and bool(torch.equal(view, model.layers[1].mlp.up.weight.to_local()))
+    return reports[0], reports[1], bool(first), second
+
+
+def _fill(model: Any) -> None:
+    with torch.no_grad():
+        for number, p in enumerate(model.parameters()):
+            p.fill_(number)
+
+
+@pytest.mark.threads_only("warnings of ranks are caught here")
+def test_what_the_program_holds_stays_and_is_named() -> None:
+    with pytest.warns(UserWarning, match=r"memory stays on the device.* layers.1.mlp.up.weight; delete") as caught:
+        found = run_ranks(2, _held_by_the_program)
+    assert len(caught) == 2
+    for held, free, is_there, same in found:
+        assert is_there and same
+        assert 0 < held.freed_nbytes < free.freed_nbytes
+        assert held.stayed_nbytes > free.stayed_nbytes
+
+
+def _own_state(rank: int) -> tuple[list[Any], list[Any], Slept]:
+    """State that only this rank has: whole on an owner, in lists, and a share of another tensor."""
+    model, optimizer, _ = _hsdp(2, 1)
+    p = next(model.parameters())
+    optimizer.state[p]["factors"] = [torch.full((3,), float(rank)), {"left": torch.full((2, 2), 10.0 + rank)}]
+    before = [tensor.clone() for _, tensor in tensors_in(optimizer.state[p]["factors"])]
+    report = fullshard.sleep(model, optimizer, drop="replicas")
+    fullshard.wake(model)
+    return before, [tensor for _, tensor in tensors_in(optimizer.state[p]["factors"])], report
+
+
+def test_state_of_owners_is_no_replica_s() -> None:
+    for before, after, _ in run_ranks(2, _own_state):
+        assert len(before) == 2 and all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
+
+
+def _objects(rank: int) -> tuple[dict[str, str], bool, list[str]]:
+    """Tensors that the program took before, and what it finds in lists of the optimizer's state."""
+    model = fullshard.fully_shard(seeded(_Normed), ignored_params=set())
+    optimizer = adamw(model.parameters(), watched=False)
+    x = torch.randn(4, 7, generator=torch.Generator().manual_seed(rank))
+    model(x).sum().backward()
+    optimizer.step()
+    p = next(model.parameters())
+    factors = optimizer.state[p]["factors"] = [torch.ones(3), torch.ones(2)]
+    held = {
+        "norm.running_mean": model.norm.running_mean,
+        "first.weight": p._local_tensor,
+        "the gradient of first.weight": p.grad,
+        "exp_avg of first.weight in AdamW": optimizer.state[p]["exp_avg"]._local_tensor,
+        "factors[1] of first.weight in AdamW": factors[1],
+    }
+    before = {name: type(tensor) for name, tensor in held.items()}
+    fullshard.sleep(model, optimizer)
+    said = {}
+    for name, tensor in held.items():
+        for number, use in enumerate((lambda t=tensor: t + 1, lambda t=tensor: torch.ones(()).add(t), tensor.sum)):
+            try:
+                use()
+                said[f"{name} {number}"] = "nothing"
+            except Exception as error:
+                said[f"{name} {number}"] = f"{type(error).__name__}: {error}"
+    shapes = [tuple(tensor.shape) for tensor in held.values()]
+    text = [repr(held["norm.running_mean"])]
+    fullshard.wake(model)
+    same = all(type(tensor) is before[name] for name, tensor in held.items())
+    same = same and shapes == [tuple(tensor.shape) for tensor in held.values()]
+    return said, same and bool((factors[1] == 1).all()), text
+
+
+def test_objects_of_before_refuse_by_name() -> None:
+    for said, same, text in run_ranks(2, _objects):
+        wrong = {
+            key: found for key, found in said.items() if key.rpartition(" ")[0] not in found or "asleep" not in found
+        }
+        assert not wrong and len(said) == 15 and same, wrong
+        assert text == ["AsleepInPlace(norm.running_mean)"]
+
+
+def _views(rank: int) -> tuple[int, bool]:
+    """Views of state and of a buffer."""
+    model = _model()
+    optimizer = adamw(model.parameters(), watched=False)
+    _step(model, optimizer, rank, 0)
+    p = model.layers[1].mlp.up.weight
+    whole = fullshard.sleep(model, optimizer, drop=True).freed_nbytes
+    fullshard.wake(model, load=lambda: _fill(model))
+    _step(model, optimizer, rank, 1)
+    view = optimizer.state[p]["exp_avg"].to_local()[:1].view(torch.int32)
+    before = view.clone()
+    return whole - fullshard.sleep(model, optimizer, drop=True).freed_nbytes, torch.equal(view, before)
+
+
+@pytest.mark.threads_only("warnings of ranks are caught here")
+def test_views_of_state_keep_it() -> None:
+    with pytest.warns(UserWarning, match="exp_avg of layers.1.mlp.up.weight in AdamW; delete") as caught:
+        found = run_ranks(2, _views)
+    assert len(caught) == 2 and all(stays > 0 and same for stays, same in found)
+
+
+def _no_replicas(rank: int) -> list[str]:
+    model, said = _model(), []
+    for drop in ("replicas", "halves"):
+        with pytest.raises(ValueError) as caught:
+            fullshard.sleep(model, drop=drop)  # type: ignore[arg-type]
+        said.append(str(caught.value))
+    return said
+
+
+def test_replicas_of_a_model_that_has_none() -> None:
+    for said in run_ranks(2, _no_replicas):
+        assert "no axis of them" in said[0] and "True, False or 'replicas'" in said[1]
+
+
 def _alone(rank: int, what: str) -> str:
     model = _model()
     optimizer = adamw(model.parameters(), watched=False)
@@ -310,7 +521,7 @@ def _no_room(rank: int) -> tuple[str, str, bool]:
 def test_without_room_all_stay_asleep(monkeypatch: pytest.MonkeyPatch) -> None:
     """The third allocation of rank 1 fails, once."""
     calls = {rank: 0 for rank in range(2)}
-    real = _Memory.allocate
+    real = SleptMemory.allocate
 
     def full(self: Any) -> None:
         rank = dist.get_rank()
@@ -319,7 +530,7 @@ def test_without_room_all_stay_asleep(monkeypatch: pytest.MonkeyPatch) -> None:
             raise torch.OutOfMemoryError("out of memory, tried to allocate 2 GiB\nmore")
         real(self)
 
-    monkeypatch.setattr(_Memory, "allocate", full)
+    monkeypatch.setattr(SleptMemory, "allocate", full)
     for rank, (said, used, same) in enumerate(run_ranks(2, _no_room)):
         assert "none on rank 1" in said and ("2 GiB" in said) is (rank == 1)
         assert "asleep" in used and same

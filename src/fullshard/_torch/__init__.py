@@ -101,6 +101,7 @@ from .modules import (
     run_first,
     swappable,
 )
+from .storages import others_with_memory_of
 from .streams import capturing, current_stream_of, is_capturing_elsewhere
 
 if TYPE_CHECKING:
@@ -170,6 +171,7 @@ __all__ = [
     "node_number",
     "non_persistent_buffers",
     "operation_name",
+    "others_with_memory_of",
     "overloads",
     "pop_saved_tensor_hooks",
     "post_accumulate_grad_hooks",

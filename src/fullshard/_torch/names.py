@@ -36,6 +36,7 @@ _STATE = "where pipeline schedules look for the state of a sharded module, and D
 _TAPE = "whose backward an operation belongs to, on the tape of a step (plan/facts.py), without hooks on the model"
 _OPERATIONS = "the operations of a step and the storages that they make (plan/facts.py)"
 _ATTENTION = "fused attention with the logarithm of its sums, so that parts of it can be added (_torch/attention.py)"
+_HOLDERS = "memory is given back to the device only where no tensor of the program reads it (extras/sleep.py)"
 _MARKS = "attributes that dynamo and transformers check"
 
 PRIVATE_NAMES: tuple[PrivateName, ...] = (
@@ -59,6 +60,7 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
     ),
     PrivateName("torch.Tensor._version", "detect writes"),
     PrivateName("torch.Tensor._base", "find the base of a view"),
+    PrivateName("torch._C._storage_Use_Count", _HOLDERS),
     PrivateName("torch.autograd._unsafe_preserve_version_counter", "an all-gather into a full parameter is no edit"),
     PrivateName(
         "torch.autograd.profiler._is_profiler_enabled",

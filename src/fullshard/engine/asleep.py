@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from .._torch import no_torch_function
+from .._torch import no_torch_function, without_torch_functions
 from .optimizer_steps import refuses_steps
 from .unit import Unit
 
@@ -22,7 +22,7 @@ def _refuse(what: str, use: str) -> NoReturn:
 
 
 class AsleepTensor(Tensor):
-    """The tensor of a parameter, gradient, state or buffer without memory; each operation raises."""
+    """The local tensor of a DTensor without memory; each operation raises."""
 
     known_as: str
 
@@ -41,16 +41,55 @@ class AsleepTensor(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> NoReturn:
-        stack: list[Any] = [*args, *(kwargs or {}).values()]
-        while stack:
-            value = stack.pop(0)
-            if isinstance(value, AsleepTensor):
-                _refuse(value.known_as, f"{func}")
-            if isinstance(value, (list, tuple)):
-                stack.extend(value)
-        _refuse("a tensor", f"{func}")
+        _refuse(_known_as((*args, *(kwargs or {}).values())), f"{func}")
 
     __torch_function__ = no_torch_function  # type: ignore[assignment]
+
+
+class AsleepInPlace(Tensor):
+    """The class of a tensor object while its memory is given away: what the program does with it raises."""
+
+    known_as: str
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"AsleepInPlace({self.known_as})"
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in _METADATA:
+            with without_torch_functions():
+                return func(*args, **(kwargs or {}))
+        _refuse(_known_as((*args, *(kwargs or {}).values())), getattr(func, "__name__", str(func)))
+
+
+def _known_as(values: Sequence[Any]) -> str:
+    """The name of the first tensor without memory among `values`."""
+    stack: list[Any] = list(values)
+    while stack:
+        value = stack.pop(0)
+        if isinstance(value, AsleepTensor | AsleepInPlace):
+            return value.known_as
+        if isinstance(value, (list, tuple)):
+            stack.extend(value)
+    return "a tensor"
+
+
+_METADATA = {getattr(Tensor, name).__get__ for name in ("shape", "dtype", "device", "layout", "ndim", "requires_grad")}
+
+
+def asleep_in_place(tensor: Tensor, name: str) -> Callable[[], None]:
+    """Let uses of the object `tensor` raise, until the result is called."""
+    kind = tensor.__class__
+    tensor.__class__ = AsleepInPlace
+    tensor.__dict__["known_as"] = name
+
+    def awake() -> None:
+        tensor.__dict__.pop("known_as", None)
+        tensor.__class__ = kind
+
+    return awake
 
 
 class AsleepUnit:

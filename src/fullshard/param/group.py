@@ -9,7 +9,7 @@ Knows tensors and layouts only: no phases, no collectives (a `comm` channel is p
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property, partial
 from typing import NamedTuple
 
@@ -25,6 +25,7 @@ from .._torch import (
     grad_dtype_of,
     hand_over_hooks,
     local_of,
+    others_with_memory_of,
     set_local,
     settled,
     sharded_parameter,
@@ -154,10 +155,9 @@ class ParamGroup:
         pin = self.placing.offload.pin and device.type == "cpu"
         numel, dtype = self.pack.padded_local_numel, self.precision.storage
         self.flat = torch.zeros(numel, dtype=dtype, device=device, pin_memory=pin)
-        for param, segment in zip(self.params, self.pack.segments, strict=True):
-            shape = segment.layout.local_shape(self.placing.rank)
-            part = self.flat[segment.offset : segment.offset + segment.layout.local_numel(self.placing.rank)]
-            param.local = _own_storage(part).view(shape)
+        for param, part, shape in self._parts():
+            param.local = part.new_empty(0)
+            param.local.data = _own_storage(part).view(shape)  # no view, which its base would hold, too
 
     @cached_property
     def shares_memory(self) -> bool:
@@ -375,6 +375,35 @@ class ParamGroup:
             f"{param.name}: expected the sharded DTensor parameter of shape {param.spec.shape} on its module, found "
             f"{found}; load or assign DTensors (torch.distributed.tensor.distribute_tensor), or copy into it in place"
         )
+
+    # ---- memory that is given away -------------------------------------------------------------------------
+    # The storage of `flat` can be resized; the shards have storages of their own, which know an address.
+
+    def held_elsewhere(self) -> list[str]:
+        """The names of parameters with tensors of others on their shards, such as `p.to_local()`."""
+        return [
+            param.name if param.owner is None else param.owner.name
+            for param in self.params
+            if param.local.numel() and others_with_memory_of(param.local)
+        ]
+
+    def let_go(self) -> None:
+        """Take the shards off the memory of `flat`, which may be freed then. Their tensors stay the same objects."""
+        for param in self.params:
+            if param.local.numel():
+                param.local.data = param.local.new_empty(0)
+
+    def take_again(self) -> None:
+        """Put the shards on the memory of `flat`, which is there again."""
+        for param, part, shape in self._parts():
+            param.local.data = _own_storage(part).view(shape)
+
+    def _parts(self) -> Iterator[tuple[ShardedParam, Tensor, tuple[int, ...]]]:
+        """Each parameter with the part of `flat` that has its shard, and the shape of the shard."""
+        rank = self.placing.rank
+        for param, segment in zip(self.params, self.pack.segments, strict=True):
+            part = self.flat[segment.offset : segment.offset + segment.layout.local_numel(rank)]
+            yield param, part, segment.layout.local_shape(rank)
 
     # ---- gradients -----------------------------------------------------------------------------------------
 
