@@ -177,6 +177,81 @@ fp8_config:
         "fp8_config.enable_fsdp_float8_all_gather",
     ),
 )
+ALL["accelerate 1.15: sequences over ranks"] = Configuration(
+    "a.yaml",
+    "accelerate",
+    """\
+distributed_type: FSDP
+fsdp_config:
+  fsdp_version: 2
+  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP
+  fsdp_state_dict_type: SHARDED_STATE_DICT
+mixed_precision: bf16
+num_processes: 8
+parallelism_config:
+  parallelism_config_dp_replicate_size: 1
+  parallelism_config_dp_shard_size: 2
+  parallelism_config_tp_size: 1
+  parallelism_config_cp_size: 4
+  parallelism_config_cp_backend: torch
+  parallelism_config_cp_comm_strategy: allgather
+""",
+    {
+        **MODEL_S,
+        **LOW,
+        "sharding.data_parallel_shard_degree": 2,
+        "parallelism.context_parallel_degree": 4,
+    },
+)
+ALL["accelerate 1.15: DeepSpeed's sequences over ranks"] = Configuration(
+    "a.yaml",
+    "accelerate",
+    """\
+deepspeed_config:
+  deepspeed_config_file: zero3.json
+distributed_type: DEEPSPEED
+parallelism_config:
+  parallelism_config_dp_shard_size: 1
+  parallelism_config_sp_size: 4
+  parallelism_config_sp_backend: deepspeed
+  parallelism_config_sp_seq_length_is_variable: true
+  parallelism_config_sp_attn_implementation: sdpa
+""",
+    {
+        **LOW,
+        "sharding.data_parallel_shard_degree": 1,
+        "parallelism.context_parallel_degree": 4,
+        "parallelism.context_parallel_variant": "ulysses",
+    },
+    (),
+    {"zero3.json": '{"zero_optimization": {"stage": 3}, "bf16": {"enabled": true}}'},
+)
+ALL["accelerate: Megatron-LM"] = Configuration(
+    "a.yaml",
+    "accelerate",
+    """\
+compute_environment: LOCAL_MACHINE
+distributed_type: MEGATRON_LM
+megatron_lm_config:
+  megatron_lm_gradient_clipping: 1.0
+  megatron_lm_num_micro_batches: 4
+  megatron_lm_pp_degree: 2
+  megatron_lm_recompute_activations: true
+  megatron_lm_sequence_parallelism: true
+  megatron_lm_tp_degree: 2
+  megatron_lm_use_distributed_optimizer: true
+mixed_precision: bf16
+num_processes: 8
+""",
+    {
+        **UNITS,
+        **LOW,
+        "parallelism.tensor_parallel_degree": 2,
+        "parallelism.pipeline_parallel_degree": 2,
+        "parallelism.pipeline_parallel_num_microbatches": 4,
+    },
+    ("megatron_lm_config.megatron_lm_gradient_clipping",),
+)
 ALL["accelerate: DDP under autocast"] = Configuration(
     "a.yaml",
     "accelerate",
@@ -526,14 +601,13 @@ ALL["llamafactory v1: FSDP2 in float32, kept"] = Configuration(
     V1 + "bf16: false\nenable_activation_checkpointing: false\n"
     "dist_config:\n  name: fsdp2\n  reshard_after_forward: false\n  cp_size: 2\n",
     {**MODEL_S, **KEPT, "parallelism.context_parallel_degree": 2},
-    ("dist_config.cp_size",),
 )
 ALL["llamafactory v1: another plugin, on the meta device"] = Configuration(
     "v.yaml",
     "llamafactory-v1",
     V1 + "dist_config: {name: other, ep_size: 16, ep_dispatcher: eager}\ninit_config: {name: init_on_meta}\n",
-    {**UNITS, **COMPUTED},
-    ("dist_config.name", "dist_config.ep_size"),
+    {**UNITS, **COMPUTED, "parallelism.expert_parallel_degree": 16},
+    ("dist_config.name",),
 )
 ALL["llamafactory v1: DeepSpeed"] = Configuration(
     "v.yaml",
@@ -645,7 +719,12 @@ ALL["deepspeed: what 0.18 and 0.19 have"] = Configuration(
  "parameter_alignment": true, "compute_grad_norm": true}, "compile": {"deepcompile": true, "free_activation": true},
  "tensor_parallel": {"autotp_size": 4, "tp_overlap_comm": false}, "gradient_allreduce_op": "sum",
  "data_types": {"grad_accum_dtype": "fp32"}, "expert_parallel": {"enabled": true, "autoep_size": 2}}""",
-    {**KEPT, "precision.mode": "PURE", "parallelism.tensor_parallel_degree": 4},
+    {
+        **KEPT,
+        "precision.mode": "PURE",
+        "parallelism.tensor_parallel_degree": 4,
+        "parallelism.expert_parallel_degree": 2,
+    },
     (
         "gradient_clipping",
         "bf16.bf16_master_weights_and_grads",
@@ -653,7 +732,6 @@ ALL["deepspeed: what 0.18 and 0.19 have"] = Configuration(
         "compile.deepcompile",
         "gradient_allreduce_op",
         "data_types.grad_accum_dtype",
-        "expert_parallel.autoep_size",
     ),
 )
 ALL["deepspeed: no stage, what was removed"] = Configuration(
@@ -817,4 +895,90 @@ precompute_float8_dynamic_scale_for_fsdp = true
         "compile.enable",
         "quantize.linear.float8.enable_fsdp_float8_all_gather",
     ),
+)
+# The degrees of torchtitan's own files, and of those that its documents name.
+ALL["torchtitan 0.2: experts, and a schedule without a pipeline"] = Configuration(
+    "t.toml",
+    "torchtitan",
+    """\
+[job]
+description = "a mixture of experts"
+[training]
+local_batch_size = 4
+seq_len = 4096
+[parallelism]
+data_parallel_replicate_degree = 1
+data_parallel_shard_degree = -1
+fsdp_reshard_after_forward = "default"
+tensor_parallel_degree = 4
+enable_async_tensor_parallel = false
+pipeline_parallel_degree = 1
+pipeline_parallel_schedule = "Interleaved1F1B"
+context_parallel_rotate_method = "allgather"
+expert_parallel_degree = 8
+expert_tensor_parallel_degree = 1
+expert_parallel_comm_backend = "standard"
+[activation_checkpoint]
+mode = "full"
+""",
+    {
+        **UNITS,
+        **COMPUTED,
+        "parallelism.tensor_parallel_degree": 4,
+        "parallelism.expert_parallel_degree": 8,
+    },
+)
+ALL["torchtitan 0.2: a pipeline and long sequences"] = Configuration(
+    "t.toml",
+    "torchtitan",
+    """\
+[job]
+description = "four axes"
+[training]
+local_batch_size = 16
+[parallelism]
+data_parallel_shard_degree = 8
+tensor_parallel_degree = 8
+pipeline_parallel_degree = 4
+pipeline_parallel_schedule = "interleaved1f1b"
+pipeline_parallel_layers_per_stage = 2
+context_parallel_degree = 2
+context_parallel_load_balancer = "headtail"
+[activation_checkpoint]
+mode = "none"
+""",
+    {
+        **COMPUTED,
+        "sharding.data_parallel_shard_degree": 8,
+        "parallelism.tensor_parallel_degree": 8,
+        "parallelism.pipeline_parallel_degree": 4,
+        "parallelism.pipeline_parallel_schedule": "Interleaved1F1B",
+        "parallelism.pipeline_parallel_microbatch_size": 1,
+        "parallelism.context_parallel_degree": 2,
+    },
+)
+ALL["torchtitan 2024: a pipeline"] = Configuration(
+    "t.toml",
+    "torchtitan",
+    """\
+[job]
+description = "a pipeline"
+[training]
+data_parallel_degree = -1
+[experimental]
+pipeline_parallel_degree = 2
+pipeline_parallel_split_points = ["layers.4"]
+pipeline_parallel_schedule = "GPipe"
+pipeline_parallel_microbatches = 8
+context_parallel_degree = 1
+[activation_checkpoint]
+mode = "none"
+""",
+    {
+        **COMPUTED,
+        "parallelism.pipeline_parallel_degree": 2,
+        "parallelism.pipeline_parallel_schedule": "GPipe",
+        "parallelism.pipeline_parallel_num_microbatches": 8,
+    },
+    ("experimental.pipeline_parallel_split_points",),
 )

@@ -52,6 +52,7 @@ PAGES_OF_KEYS: dict[str, tuple[tuple[str, str], ...]] = {
         ("deepspeed_config.", "accelerate-zero"),
         ("dynamo_config.dynamo_", "compile"),
         ("fp8_config.", "float8"),
+        ("megatron_lm_config.megatron_lm_", "megatron"),
     ),
     "hf": (("", "trainer"), ("fsdp_config.", "plugin-trainer")),
     "axolotl": (("", "axolotl"),),
@@ -81,8 +82,8 @@ SEED_004 = (
     ("HSDP with flexible reshard degree", "a number of ranks", "`sharding.reshard_after_forward`"),
     (
         "2D Composability with TP/SP/EP",
-        "the other axis first; the wrong order is an error with names ([parallelism](../parallelism.md))",
-        "",
+        "one declaration of all axes; a wrong order is an error with names ([parallelism](../parallelism.md))",
+        "`parallelism.tensor_parallel_degree`",
     ),
 )
 

@@ -44,9 +44,37 @@ def titan(**keys: Any) -> tuple[dict[str, Any], dict[str, str]]:
         (
             {"context_parallel_degree": 2},
             {"context_parallel_degree": 2},
-            {"context_parallel_degree": "unsupported"},
+            {"context_parallel_degree": "equivalent"},
         ),
-        ({"pipeline_parallel_degree": 2}, {}, {"pipeline_parallel_degree": "unsupported"}),
+        (
+            {"pipeline_parallel_degree": 2},
+            {"pipeline_parallel_degree": 2, "pipeline_parallel_microbatch_size": 1},
+            {"pipeline_parallel_degree": "equivalent", "pipeline_parallel_microbatch_size": "exact"},
+        ),
+        (
+            {"pipeline_parallel_degree": 2, "pipeline_parallel_schedule": "_PipelineScheduleRuntime"},
+            {"pipeline_parallel_degree": 2, "pipeline_parallel_microbatch_size": 1},
+            {"pipeline_parallel_schedule": "unsupported"},
+        ),
+        (
+            {"pipeline_parallel_schedule": "GPipe", "pipeline_parallel_microbatch_size": 4},
+            {},
+            {"pipeline_parallel_schedule": "dropped", "pipeline_parallel_microbatch_size": "dropped"},
+        ),
+        (
+            {"pipeline_parallel_degree": 2, "module_fqns_per_model_part": [["tok_embeddings"], ["norm", "output"]]},
+            {
+                "pipeline_parallel_degree": 2,
+                "pipeline_parallel_microbatch_size": 1,
+                "module_fqns_per_model_part": [["tok_embeddings"], ["norm", "output"]],
+            },
+            {"module_fqns_per_model_part": "exact"},
+        ),
+        (
+            {"expert_parallel_degree": 4, "expert_tensor_parallel_degree": 2, "tensor_parallel_degree": 2},
+            {"expert_parallel_degree": 4, "expert_tensor_parallel_degree": 2, "tensor_parallel_degree": 2},
+            {"expert_parallel_degree": "equivalent", "expert_tensor_parallel_degree": "equivalent"},
+        ),
     ],
     ids=lambda value: "-".join(value),
 )
@@ -84,12 +112,50 @@ def test_accelerate_s_own_class() -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
+def test_deepspeed_s_sequences_are_those_of_cp() -> None:
+    heads = of_accelerate(made(sp_size=2, dp_shard_size=2))
+    assert heads == Parallelism(
+        context_parallel_degree=2, context_parallel_variant="ulysses", data_parallel_shard_degree=2
+    )
+    assert heads.on(4).shards == 4
+    with pytest.raises(ConfigError, match=r"parallelism.sp_size = 2: expected cp_size = 1 beside it, found 4"):
+        of_accelerate(SimpleNamespace(**dict.fromkeys(SIZES, 1) | {"cp_size": 4, "sp_size": 2}))
+
+
+def test_torchtitan_s_own_class_fills_a_declaration() -> None:
+    """Its class, whatever version is installed: the degrees and what goes with them, as they are in it."""
+    configs = pytest.importorskip("torchtitan.config.configs")
+    from dataclasses import asdict
+
+    given = configs.ParallelismConfig(
+        data_parallel_shard_degree=2,
+        tensor_parallel_degree=2,
+        context_parallel_degree=2,
+        pipeline_parallel_degree=2,
+        pipeline_parallel_schedule="Interleaved1F1B",
+        expert_parallel_degree=4,
+    )
+    written = {name: value for name, value in asdict(given).items() if value is not None}
+    found = convert({"parallelism": written}, "t.toml", ".toml", name="torchtitan")
+    plan = found.config.parallel
+    assert plan == Parallelism(
+        tensor_parallel_degree=2,
+        context_parallel_degree=2,
+        pipeline_parallel_degree=2,
+        pipeline_parallel_schedule="Interleaved1F1B",
+        pipeline_parallel_microbatch_size=1,
+        expert_parallel_degree=4,
+        data_parallel_shard_degree=2,
+    )
+    assert plan.on(16).mesh == (("pp", 2), ("dp_shard", 2), ("cp", 2), ("tp", 2))
+    assert not [each for each in found.findings if each.verdict in ("lossy", "unsupported")]
+
+
+@pytest.mark.filterwarnings("ignore")
 def test_what_accelerate_has_and_a_declaration_has_not() -> None:
     installed.needs("accelerate")
     from accelerate.utils import TorchTensorParallelConfig
 
-    with pytest.raises(ConfigError, match=r"parallelism.sp_size = 2: expected 1; give cp_size"):
-        of_accelerate(made(sp_size=2, dp_shard_size=2))
     handler = TorchTensorParallelConfig(enable_async_tp=True)
     with pytest.raises(ConfigError, match="enable_async_tensor_parallel = true: not built"):
         of_accelerate(made(tp_size=2, tp_handler=handler))

@@ -23,6 +23,7 @@ from fullshard.migrate.settings.table import (
     KINDS,
     NAMES,
     NUMBER,
+    PARTS,
     PATTERN,
     SUBJECTS,
     TABLE,
@@ -41,13 +42,16 @@ from fullshard.migrate.verdict import DROPPED, EQUIVALENT, LOSSY, UNSUPPORTED, V
 
 # A value of each kind that no literal case takes.
 SAMPLES: dict[str, Any] = {ANY: r"layers\.\d+", WHOLE: 2, NUMBER: 0.5, TEXT: "float16", NAMES: ["A", "B"]}
-SAMPLES |= {TABLE: {"type": "AdamW"}, PATTERN: r"head|layers\.0\.mlp.*"}
+SAMPLES |= {TABLE: {"type": "AdamW"}, PATTERN: r"head|layers\.0\.mlp.*", PARTS: [["a"], ["b"]]}
 # Keys without which a row means nothing, by subject; `.` stands for the prefix of the row.
 BESIDE: dict[str, dict[str, Any]] = {
     "size": {".auto_wrap_policy": "SIZE_BASED_WRAP"},
     "selection": {".mode": "selective"},
     "pinned": {".device": "cpu", ".offload_params": True},
     "held_activations": {".activation_checkpointing": True},
+    **{f"pipeline_{name}": {".pipeline_parallel_degree": 2} for name in ("schedule", "size", "parts")},
+    "pipeline_number": {".pp_degree": 2},
+    "context_variant": {".cp_size": 2},
 }
 
 

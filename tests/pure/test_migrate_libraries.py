@@ -123,6 +123,7 @@ def test_every_key_of_accelerate_is_known() -> None:
     names = [f"fsdp_config.fsdp_{name}" for name in plugin]
     names += [f"deepspeed_config.{name}" for name in found["DeepSpeedPlugin"] if name not in zero]
     names += [f"parallelism_config.parallelism_config_{name}" for name in _parallelism()]
+    names += [f"megatron_lm_config.megatron_lm_{name}" for name in found["MegatronLMPlugin"]]
     file = _source_fields("accelerate", "commands/config/config_args.py")
     names += [*file["BaseConfig"], *file["ClusterConfig"]]
     assert not [n for n in names if n not in known and not any(key.startswith(f"{n}.") for key in known)]

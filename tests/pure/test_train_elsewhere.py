@@ -59,15 +59,41 @@ ROWS: dict[str, tuple[dict[str, Any], list[str], dict[str, Any]]] = {
             "sharding.parallelism.context_parallel_variant": "ring",
         },
     ),
-    "axes that the trainer lacks": (
+    "pipelines": (
         {
             "parallelism": {
                 "pipeline_parallel_degree": 2,
-                "expert_parallel_degree": 2,
-                "expert_tensor_parallel_degree": 2,
+                "pipeline_parallel_schedule": "Interleaved1F1B",
+                "pipeline_parallel_microbatch_size": 2,
             }
         },
-        [LOSSY] * 3,
+        [EXACT] * 3,
+        {
+            "sharding.parallelism.pipeline_parallel_degree": 2,
+            "model.tie_embeddings": False,
+            "sharding.parallelism.pipeline_parallel_schedule": "Interleaved1F1B",
+            "training.micro_batch": 2,
+        },
+    ),
+    "pipelines of another model": (
+        {
+            "parallelism": {
+                "pipeline_parallel_degree": 2,
+                "pipeline_parallel_num_microbatches": 4,
+                "pipeline_parallel_stages_per_rank": 1,
+                "module_fqns_per_model_part": [["embed"], ["head"]],
+            }
+        },
+        [EXACT, LOSSY, EXACT, LOSSY],
+        {
+            "sharding.parallelism.pipeline_parallel_degree": 2,
+            "model.tie_embeddings": False,
+            "sharding.parallelism.pipeline_parallel_stages_per_rank": 1,
+        },
+    ),
+    "experts, which the trainer's model has by a setting of its own": (
+        {"parallelism": {"expert_parallel_degree": 2, "expert_tensor_parallel_degree": 2}},
+        [LOSSY] * 2,
         {},
     ),
     "offload": (
@@ -142,9 +168,6 @@ def test_every_setting_has_a_finding() -> None:
     given.append(read_config({"wrap": ["Block"], "precision": {"param_dtype": "bfloat16"}}))
     never = {"wrap": {"min_params", "function", "plan", "group_ends", "ties"}, "state_dict": {"offload_to_cpu"}}
     never |= {"initialisation": {"allow_missing", "allow_unexpected"}, "activation_checkpointing": {"classes"}}
-    # No other configuration fills them yet: stages are said to be unsupported.
-    pipeline = ("schedule", "microbatch_size", "num_microbatches", "stages_per_rank")
-    never["parallelism"] = {"module_fqns_per_model_part", *(f"pipeline_parallel_{name}" for name in pipeline)}
     for section in fields(ShardingConfig)[:-1]:
         default = getattr(ShardingConfig(), section.name)
         for key in fields(default):

@@ -32,16 +32,18 @@ def is_parallelism_config(value: object) -> bool:
 
 def of_accelerate(config: Any) -> Parallelism:
     """The declaration that an instance stands for. A size that was left out is 1, also `dp_shard_size`: it is not what
-    the others leave. Raises `ConfigError` for what has no counterpart: DeepSpeed's sequence parallelism, asynchronous
-    tensor parallelism. `cp_handler` says how attention is computed, which `fullshard.context_parallel` decides."""
+    the others leave. `sp_size`, DeepSpeed's sequence parallelism, is context parallelism that exchanges heads. Raises
+    `ConfigError` for asynchronous tensor parallelism, which has no counterpart. `cp_handler` says how attention is
+    computed, which `context_parallel_variant` decides here."""
     sizes = {name: getattr(config, name) for name in SIZES}
     given: dict[str, Any] = {SIZES[name]: 1 if size is None else size for name, size in sizes.items()}
-    others = {name: getattr(config, name, None) for name in ("sp_size", "ep_size")}
-    for name, size in others.items():
-        if size not in (None, 1):
-            instead = (
-                "give cp_size, with fullshard.context_parallel" if name == "sp_size" else "divide experts yourself"
-            )
-            raise ConfigError(f"parallelism.{name} = {size}: expected 1; {instead}; nearest valid: 1")
+    heads = getattr(config, "sp_size", None)
+    if heads not in (None, 1):
+        if given["context_parallel_degree"] != 1:
+            problem = f"expected cp_size = 1 beside it, found {sizes['cp_size']}; both cut sequences"
+            raise ConfigError(f"parallelism.sp_size = {heads}: {problem}; nearest valid: 1")
+        given |= {"context_parallel_degree": heads, "context_parallel_variant": "ulysses"}
+    if (experts := getattr(config, "ep_size", None)) is not None:
+        given["expert_parallel_degree"] = experts
     refuse_async(bool(getattr(getattr(config, "tp_handler", None), "enable_async_tp", False)))
     return Parallelism(**given)

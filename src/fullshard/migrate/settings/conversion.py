@@ -24,6 +24,17 @@ MASTER, MICRO, KIND = "precision.master", "micro_batches.size", "state_dict.kind
 OTHERS = "not about sharding: it stays with your program"
 _AC, _HELD = "activation_checkpointing.at", "activation_checkpointing.offload"
 _RECOMPUTE = "activation_checkpointing.recompute"
+# Keys of the declaration that need an axis, by its degree.
+_OF_AXES = {
+    "tensor_parallel_degree": ("enable_sequence_parallel", "enable_loss_parallel"),
+    "context_parallel_degree": ("context_parallel_variant",),
+    "pipeline_parallel_degree": (
+        "pipeline_parallel_schedule",
+        "pipeline_parallel_microbatch_size",
+        "pipeline_parallel_num_microbatches",
+        "module_fqns_per_model_part",
+    ),
+}
 
 
 @dataclass(frozen=True)
@@ -227,6 +238,8 @@ class _Converter:
         if row.vocabulary.startswith("plugin"):
             on = has("fsdp_config") or self.reader.bare or any(r.entry.value for r in self._given("fsdp"))
             return on and not self.reader.is_repeated(prefix)
+        if name == "pipeline_size":  # earlier versions have their number, in other sections
+            return has("parallelism.pipeline_parallel_degree")
         if name == "mode" and has(f"{prefix}mixed_precision"):
             return False
         if name == "reentrant":
@@ -310,9 +323,10 @@ class _Converter:
         elif not any(r.case.when == ("selective",) for r in self._given("recompute")):
             for name in ("activation_checkpointing.every", "activation_checkpointing.save"):
                 self._forget(name, "has no effect in this mode")
-        if value.get("parallelism.tensor_parallel_degree", 1) == 1:
-            for name in ("enable_sequence_parallel", "enable_loss_parallel"):
-                self._forget(f"parallelism.{name}", "has no effect with tensor_parallel_degree = 1")
+        for degree, names in _OF_AXES.items():
+            if value.get(f"parallelism.{degree}", 1) == 1:
+                for name in names:
+                    self._forget(f"parallelism.{name}", f"has no effect with {degree} = 1")
         if value.get(KIND) == "sharded":
             for name in ("state_dict.rank0_only", "state_dict.offload_to_cpu"):
                 self.settings.pop(name, None)

@@ -13,11 +13,12 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from ..schedules import find_schedule
 from ..verdict import DROPPED, EXACT, UNSUPPORTED
 
 # Values that a case may be for, beside literal ones. A pattern is a regular expression of names alone (`names_of`).
 ANY, WHOLE, NUMBER, TEXT, NAMES, TABLE = "<any>", "<whole number>", "<number>", "<text>", "<names>", "<table>"
-PATTERN, ABSENT = "<pattern>", "<absent>"
+PATTERN, ABSENT, PARTS = "<pattern>", "<absent>", "<lists of names>"
 KINDS = {
     ANY: "any value",
     WHOLE: "a whole number",
@@ -27,6 +28,7 @@ KINDS = {
     TABLE: "a table",
     PATTERN: "names of modules with | between them and .* for any text",
     ABSENT: "the key is not there",
+    PARTS: "a list of lists of names",
 }
 GIVEN = "<given>"  # in the new settings: the old value
 TRAIN = "train."  # before settings of the trainer
@@ -120,7 +122,8 @@ def matches(when: Any, value: Any) -> bool:
             WHOLE: whole,
             NUMBER: whole or isinstance(value, float) or _reads_as(float, value),
             TEXT: isinstance(value, str) and value != ABSENT,
-            NAMES: isinstance(value, str) or (isinstance(value, list) and all(isinstance(x, str) for x in value)),
+            NAMES: isinstance(value, str) or _are_names(value),
+            PARTS: isinstance(value, list) and all(_are_names(each) for each in value),
             TABLE: isinstance(value, dict),
             PATTERN: isinstance(value, str) and names_of(value) is not None,
             ABSENT: value == ABSENT,
@@ -141,11 +144,17 @@ def given(value: Any, name: str) -> Any:
         return [part.strip() for part in value.split(",") if part.strip()]
     if name == "wrap.ignored" and isinstance(value, str):
         return names_of(value)
+    if name == "parallelism.pipeline_parallel_schedule":
+        return find_schedule(value).name
     if name.startswith("precision."):
         return _DTYPES.get(str(value).removeprefix("torch."), value)
     if _reads_as(int, value):
         return int(value)
     return float(value) if name.startswith(TRAIN) and _reads_as(float, value) else value
+
+
+def _are_names(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(each, str) for each in value)
 
 
 def _reads_as(kind: type, value: Any) -> bool:
