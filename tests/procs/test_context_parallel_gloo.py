@@ -264,11 +264,15 @@ def _held(rank: int, world: int, variant: str) -> int:
             out = F.scaled_dot_product_attention(*parts, is_causal=True, enable_gqa=True)  # type: ignore[arg-type]
             torch.autograd.grad(out, parts, weight)
 
+    def peak() -> int:
+        with MemoryCounter() as counter:
+            counter.mark("attention")
+            run()
+        return counter.peak("attention")
+
     run()
-    with MemoryCounter() as counter:
-        counter.mark("attention")
-        run()
-    return counter.peak("attention")
+    # The least: a thread of gloo lets go of a message's tensors some time after the message, late on a busy machine.
+    return min(peak() for _ in range(5))
 
 
 @pytest.mark.parametrize("variant", ["ulysses", "ring"])
