@@ -42,7 +42,7 @@ def overlapping(step: dict[str, Any]) -> int:
 
 
 def step() -> Picture:
-    """A step of both. On a busy machine lengths mean nothing: there each begin and end takes the same room."""
+    """A step of both. On a busy machine lengths mean nothing, and are drawn even."""
     read = json.loads(newest().read_text())
     steps: dict[str, dict[str, Any]] = read["steps"]
     about = read["about"]
@@ -107,7 +107,7 @@ def step() -> Picture:
         picture.text(
             16,
             257,
-            "The machine was busy, so each begin and end takes the same room: it shows order and overlap, not times.",
+            "The machine was busy, so lengths are drawn even: the picture shows order and overlap, not times.",
             "quiet",
             size=12,
         )

@@ -1,10 +1,14 @@
 """What mkdocs does not do by itself: fill the sections of `mkdocs.yml` from folders, make pages of the files of the
-repository that our pages link to, and show or hide attributes of code blocks that are for the tests."""
+repository that our pages link to, keep records out of search and navigation, show where a page comes from, lead from
+addresses that pages had before, and hide attributes of code blocks that are for the tests."""
 
 from __future__ import annotations
 
+import html as html_
 import posixpath
 import re
+import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,10 +19,24 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))  # mkdocs imports this file by its path
+from tools import words  # noqa: E402
+
+# Pages that were joined with another one: where each is now, so that old addresses lead there.
+MOVED = {
+    "concepts/failure-model.md": "failures.md",
+    "concepts/memory-of-a-step.md": "memory.md",
+    "concepts/precision.md": "precision.md",
+    "faq.md": "troubleshooting.md#questions-that-people-asked",
+    "how-to/hugging-face-checkpoints.md": "foreign-checkpoints.md",
+    "how-to/mixed-precision.md": "precision.md",
+    "offload.md": "how-to/offload.md",
+    "reference/errors.md": "troubleshooting.md#errors-by-their-text",
+}
 # Pages that are written beside docs/, because people look for them in the root of a repository.
 ROOT_PAGES = {"README.md": "index.md", "CHANGELOG.md": "changelog.md", "CONTRIBUTING.md": "contributing.md"}
 # Files that become pages where a page links to them; a link to any other file of the repository is shown as its path.
-SHOWN = ("examples/", "benchmarks/", "src/", "tests/programs/", "LICENSE")
+SHOWN = ("examples/", "benchmarks/", "src/", "tests/programs/", "tests/device/README.md", "LICENSE")
 
 # Words of tables that are longer than a column may be; without a place to break, the browser breaks them anywhere.
 TABLE = re.compile(r"<table>.*?</table>", flags=re.S)
@@ -50,12 +68,23 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
                 files.append(File.generated(config, new, content=content))
                 if isinstance(content, str):  # a picture links nothing, and is no text
                     waiting.append(new)
-    config.nav = _filled(config.nav or [], [file.src_uri for file in files.documentation_pages()])
+    pages = [file.src_uri for file in files.documentation_pages()]
+    config.nav = _filled(config.nav or [], [uri for uri in pages if not is_record(uri)])
     return files
+
+
+def is_record(uri: str) -> bool:
+    """Whether a page is a record, which another page leads to."""
+    # What becomes of a key is searched for.
+    return uri != "reference/every-key.md" and words.group(posixpath.join("docs", uri)) == words.RECORDS
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     uri = page.file.src_uri
+    if is_record(uri):
+        page.meta.setdefault("search", {})["exclude"] = True
+    if uri == "troubleshooting.md":
+        markdown += "\n" + reference.messages_section()
     parts, end = [], 0
     for fence in FENCE.finditer(markdown):
         parts += [_prose(markdown[end : fence.start()], uri), _fence(fence.group())]
@@ -64,7 +93,54 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    return TABLE.sub(lambda table: re.sub(r">[^<]+", _breakable, table.group()), html)
+    html = TABLE.sub(lambda table: re.sub(r">[^<]+", _breakable, with_heads(table.group())), html)
+    return html + source_line(page.file.src_uri, _repository())
+
+
+def on_post_build(config: MkDocsConfig) -> None:
+    for old, new in MOVED.items():
+        path = Path(config.site_dir, old).with_suffix(".html")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        page, hash_, anchor = new.partition("#")
+        target = posixpath.relpath(page.removesuffix(".md") + ".html", posixpath.dirname(old) or ".") + hash_ + anchor
+        path.write_text(
+            '<!doctype html><meta charset="utf-8"><title>Moved</title>'
+            f'<meta http-equiv="refresh" content="0; url={target}">'
+            f'<p>This page is now a part of <a href="{target}">another one</a>.</p>\n'
+        )
+
+
+def with_heads(table: str) -> str:
+    """The table with the head of its column on each cell: a phone shows a row as a list of them (site.css)."""
+    heads = [re.sub(r"<[^>]*>", "", head).strip() for head in re.findall(r"<th\b[^>]*>(.*?)</th>", table, flags=re.S)]
+    if len(heads) < 3:
+        return table
+
+    def row(found: re.Match[str]) -> str:
+        cells = iter(heads)
+        return re.sub(r"<td\b", lambda _: f'<td data-head="{html_.escape(next(cells, ""))}"', found.group())
+
+    return re.sub(r"<tr>.*?</tr>", row, table, flags=re.S)
+
+
+def source_line(uri: str, repository: str | None) -> str:
+    """Where the text of a page is: a link, where the repository has an address."""
+    path = next((path for path, page in ROOT_PAGES.items() if page == uri), None)
+    if path is None:
+        path = uri.removeprefix("files/") if uri.startswith("files/") else posixpath.join("docs", uri)
+        if not (ROOT / path).exists():
+            path = path.removesuffix(".md")
+    if not (ROOT / path).exists():  # made from the code
+        path = "docs/_site/reference.py"
+    shown = f'<a href="{repository}/blob/main/{path}">{path}</a>' if repository else f"<code>{path}</code>"
+    return f'\n<p class="source">Source: {shown}</p>\n'
+
+
+def _repository() -> str | None:
+    """The address in the contacts of pyproject.toml; None while it is a placeholder."""
+    tool = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]
+    address = str(tool["fullshard"]["contacts"]["repository"])
+    return None if "PLACEHOLDER" in address else address.rstrip("/")
 
 
 def _breakable(text: re.Match[str]) -> str:
@@ -78,15 +154,8 @@ def _breakable(text: re.Match[str]) -> str:
 
 
 def _fence(text: str) -> str:
-    """A block without what is for the tests alone; why they do not run it is its title."""
-    text = TESTS.sub(r"\1", text, count=1)
-    found = NORUN.match(text)
-    if found is None:
-        return text
-    head = found.group(1) + found["more"] + found["rest"]
-    if "title=" not in head:
-        head += f' title="not run by the tests: {found["why"]}"'
-    return head + text[found.end() :]
+    """A block without what is for the tests alone."""
+    return NORUN.sub(r"\g<1>\g<more>\g<rest>", TESTS.sub(r"\1", text, count=1), count=1)
 
 
 def _prose(text: str, uri: str) -> str:

@@ -26,7 +26,6 @@ def pages() -> dict[str, Callable[[], str]]:
         "reference/cli.md": cli,
         "reference/configuration-trainer.md": trainer_keys,
         "reference/configuration-sharding.md": sharding_keys,
-        "reference/messages.md": messages_page,
     }
 
 
@@ -361,11 +360,11 @@ AREAS = {
 }
 
 
-def messages_page() -> str:
+def messages_section() -> str:
+    """What the page of errors ends with on the site: every message, so that the search of the page finds any."""
     lines = [
-        "# All messages of errors", "",
-        f"Every error that the package raises with a text of its own, from the source; {GAP} stands for a value. "
-        "Search for a few words of yours between them. Cause and cure of the usual ones: [errors](errors.md).", "",
+        "## All messages", "",
+        f"Every error that the package raises with a text of its own, from the source; {GAP} stands for a value.", "",
     ]  # fmt: skip
     by_area: dict[str, list[Message]] = {}
     for message in messages():
@@ -373,7 +372,7 @@ def messages_page() -> str:
         if room in AREAS:
             by_area.setdefault(room, []).append(message)
     for room, title in AREAS.items():
-        lines += [f"## {title}", ""]
+        lines += [f"### {title}", ""]
         for message in dict.fromkeys((each.error, each.text) for each in by_area.get(room, [])):
             error, text = message
             lines.append(f"* {f'`{error}`: ' if error[0].isupper() else ''}{_markdown(_one_line(text))}")

@@ -104,15 +104,32 @@ def checked(name: str, key: Field[Any], value: Any) -> Any:
 
 
 def unknown(name: str, value: Any, valid: list[str], what: str) -> ConfigError:
-    """The error for a `what` ("key", "section") of that name, with the nearest of `valid`."""
+    """The error for a `what` ("key", "section") of that name: with the nearest of `valid` where one is near, else with
+    what its section has."""
     if isinstance(value, dict):
         head = f"[{name}]" if what == "section" else name
     else:
         head = f"{name} = {value if isinstance(value, str) else show(value)}"
     # The last part decides if the section is wrong or missing: `training.stps`, `trainer.steps`.
-    same_key = [v for v in valid if v.rpartition(".")[2] == name.rpartition(".")[2]]
-    nearest = (same_key or difflib.get_close_matches(name, valid, n=1, cutoff=0.0))[0]
-    return ConfigError(f"{head}: there is no such {what}; nearest valid: {nearest}")
+    section, _, last = name.rpartition(".")
+    same_key = [v for v in valid if v.rpartition(".")[2] == last]
+    if near := same_key or _near(name, valid):
+        return ConfigError(f"{head}: there is no such {what}; nearest valid: {near[0]}")
+    beside = [v.rpartition(".")[2] for v in valid if v.rpartition(".")[0] == section]
+    inside = f"[{section}] has {', '.join(beside)}" if section and beside else f"there are {', '.join(valid)}"
+    return ConfigError(f"{head}: there is no such {what}; {inside}")
+
+
+# How alike two words are at least, for one to be proposed for the other: `stps` and `steps`, not `wandb` and
+# `eval_windows`.
+_ALIKE = 0.6
+
+
+def _near(name: str, valid: list[str]) -> list[str]:
+    """Returns the one of `valid` that `name` misspells: its last part is alike, and of those it is the nearest."""
+    last = name.rpartition(".")[2]
+    alike = [v for v in valid if difflib.SequenceMatcher(None, last, v.rpartition(".")[2]).ratio() >= _ALIKE]
+    return difflib.get_close_matches(name, alike, n=1, cutoff=0.0)
 
 
 def names_of(sections: Iterable[tuple[str, Any]]) -> list[str]:

@@ -15,6 +15,7 @@ from tests.programs import PROGRAMS
 from tests.pure.test_documents import ROOT
 from tests.threads import test_checkpoint_faults
 
+NOTES = " ".join((ROOT / "tests" / "device" / "README.md").read_text().split())
 PAGE = {path.stem: " ".join(path.read_text().split()) for path in (ROOT / "docs").glob("*.md")}
 
 
@@ -40,7 +41,7 @@ CLAIMS: list[tuple[str, str, Callable[[], tuple[int, ...]]]] = [
     ("features", r"(\d+) programs with one fault each and its exact outcome; (\d+) of them ran on torch", _matrix),
     ("results", r"In (\d+) of (\d+) recorded programs", _same_order),
     ("features", r"those counted for (\d+) models", lambda: (len(planned.MODELS),)),
-    ("faq", r"those counted on a CPU for (\d+) models", lambda: (len(planned.MODELS),)),
+    ("troubleshooting", r"those counted on a CPU for (\d+) models", lambda: (len(planned.MODELS),)),
     (
         "plan",
         r"for (\d+) models \([^)]*\) and (\d+) strategies",
@@ -70,7 +71,7 @@ def test_a_count_is_that_of_the_tests(page: str, words: str, counted: Callable[[
 
 
 def test_at_least_sixty_faults_of_the_device() -> None:
-    (least,) = re.findall(r"at least (\d+) faults of the executor and the channels", PAGE["devices"])
+    (least,) = re.findall(r"at least (\d+) faults of the executor and the channels", NOTES)
     assert len(seeded_faults.FAULTS) >= int(least)
 
 
@@ -78,4 +79,4 @@ def test_the_host_time_of_the_faq_is_in_the_results() -> None:
     dated = results.ROOT / "benchmarks" / "host_2026-11-25.md"
     row = r"^\| fp32: added for each block / FSDP2 \| 1 \| [^|]*\| ([\d.]+) \("
     (share,) = re.findall(row, dated.read_text(), flags=re.M)
-    assert f"a whole step adds {share} of the host time that FSDP2's adds, in float32" in PAGE["faq"]
+    assert f"a whole step adds {share} of the host time that FSDP2's adds, in float32" in PAGE["troubleshooting"]

@@ -266,7 +266,9 @@ def test_what_is_left_unsharded_is_named() -> None:
         assert [unit.name for unit in report.units] == ["body", "norm"]
         (note,) = report.notes
         assert note.startswith("trainable and in no unit: scale, norm.weight;")
-        assert "not sharded: parameter norm.weight (8,) float32, 32 B, trainable" in str(report)
+        said = str(report)
+        assert "not sharded: parameter norm.weight (8,) float32, 32 B, trainable" in said
+        assert "not sharded: buffer norm.running_mean .. norm.running_var x2 (8,) float32, 64 B\n" in said
 
 
 def test_what_looks_wrong_is_noted() -> None:

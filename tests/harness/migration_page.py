@@ -1,4 +1,4 @@
-"""The tables of docs/migration.md and docs/how-to, as the code has them, wherever a marker is: `<!-- table: NAME -->`.
+"""The tables of docs/reference/every-key.md, as the code has them, wherever a marker is: `<!-- table: NAME -->`.
 
 `python -m tests.harness.migration_page --write` renews them.
 """
@@ -16,14 +16,12 @@ from fullshard.migrate.levels import LEVELS
 from fullshard.migrate.settings.table import GIVEN, INSIDE, KINDS, ROWS, TRAIN, Case
 
 DOCS = Path(__file__).parents[2] / "docs"
-PAGES = (DOCS / "migration.md", *sorted((DOCS / "how-to").glob("*.md")))
+PAGE = DOCS / "reference" / "every-key.md"
 
 
 def tables() -> dict[str, str]:
     """Each table by the name in its marker."""
-    found = {
-        "seed-000": _removed(),
-        "seed-001": _seed_001(),
+    return {
         "levels": _levels(),
         "strategies": _rows(arguments.STRATEGIES),
         "fsdp1": _rows(arguments.FSDP1),
@@ -38,14 +36,14 @@ def tables() -> dict[str, str]:
         "left": _table(
             ("what stays, and why",), [(reason.replace("{}", "..."),) for reason in arguments.TOLD.values()]
         ),
-        "seed-004": _table(("feature of seed 004", "here", "setting of a config"), SEED_004),
+        "seed-004": _table(("feature of Composer's guide", "here", "setting of a config"), SEED_004),
+        "keys": _keys(),
     }
-    return found | {name: _vocabularies(parts) for name, parts in PAGES_OF_KEYS.items()}
 
 
-# The vocabularies of each table of keys, each with the prefix that its keys have on the page.
-PAGES_OF_KEYS: dict[str, tuple[tuple[str, str], ...]] = {
-    "accelerate": (
+# The vocabularies of each dialect, each with the prefix that its keys have in a file.
+DIALECTS: dict[str, tuple[tuple[str, str], ...]] = {
+    "Accelerate": (
         ("", "accelerate"),
         *(("fsdp_config.fsdp_", name) for name in ("plugin", "plugin-v1", "plugin-v2")),
         ("parallelism_config.parallelism_config_", "parallelism"),
@@ -54,13 +52,13 @@ PAGES_OF_KEYS: dict[str, tuple[tuple[str, str], ...]] = {
         ("fp8_config.", "float8"),
         ("megatron_lm_config.megatron_lm_", "megatron"),
     ),
-    "hf": (("", "trainer"), ("fsdp_config.", "plugin-trainer")),
+    "Trainer": (("", "trainer"), ("fsdp_config.", "plugin-trainer")),
     "axolotl": (("", "axolotl"),),
-    "llamafactory": (("", "llamafactory"), ("", "v1"), ("dist_config.", "v1-dist")),
-    "composer": (("fsdp.", "composer"), ("", "composer-run")),
-    "foundry": (("", "foundry"),),
+    "LLaMA-Factory": (("", "llamafactory"), ("", "v1"), ("dist_config.", "v1-dist")),
+    "Composer": (("fsdp.", "composer"), ("", "composer-run")),
+    "LLM Foundry": (("", "foundry"),),
     "torchtitan": (("", "torchtitan"), ("compile.", "compile"), ("float8.", "float8")),
-    "deepspeed": (("", "zero"),),
+    "DeepSpeed": (("", "zero"),),
 }
 
 
@@ -161,27 +159,6 @@ def _rows(rows: Sequence[Row]) -> str:
     )
 
 
-def _removed() -> str:
-    rows = [row for name in arguments.REMOVED for row in arguments.FSDP1 if row.old.partition("=")[0] == name]
-    return _rows(rows)
-
-
-def _seed_001() -> str:
-    by_old = {
-        row.old: row for row in (*arguments.STRATEGIES, *arguments.FSDP1, *arguments.CPU_OFFLOAD, *arguments.CALLS)
-    }
-    names = (
-        "sharding_strategy=FULL_SHARD",
-        "sharding_strategy=SHARD_GRAD_OP",
-        "offload_params=True",
-        "backward_prefetch=BACKWARD_PRE",
-        "use_orig_params",
-        "ignored_states",
-        "no_sync()",
-    )
-    return _rows([by_old[name] for name in names])
-
-
 def _levels() -> str:
     rows = []
     for level in LEVELS:
@@ -192,22 +169,27 @@ def _levels() -> str:
     return _table(("FSDP1", "DeepSpeed", "shard degree", "replicate degree", "reshard_after_forward", "note"), rows)
 
 
-def _vocabularies(parts: Sequence[tuple[str, str]]) -> str:
-    """One line a case, by subject, with all the keys that are about it."""
-    keys: dict[str, list[str]] = {}
-    for prefix, vocabulary in parts:
-        for inner, name in (("", vocabulary), *INSIDE.get(vocabulary, ())):
-            for row in ROWS.get(name, ()):
-                versions = f" ({row.versions})" if row.versions else ""
-                spelled = [_code(f"{prefix}{inner}{key}") for key in row.names]
-                keys.setdefault(row.subject.name, []).append(" or ".join(spelled) + versions)
+def _keys() -> str:
+    """One line a subject: what each of its values becomes, and the keys about it, with a column for each dialect."""
+    keys: dict[str, dict[str, list[str]]] = {}
+    for dialect, parts in DIALECTS.items():
+        for prefix, vocabulary in parts:
+            for inner, name in (("", vocabulary), *INSIDE.get(vocabulary, ())):
+                for row in ROWS.get(name, ()):
+                    versions = f" ({row.versions})" if row.versions else ""
+                    spelled = " or ".join(_code(f"{prefix}{inner}{key}") for key in row.names)
+                    keys.setdefault(row.subject.name, {}).setdefault(dialect, []).append(spelled + versions)
     subjects = {row.subject.name: row.subject for rows in ROWS.values() for row in rows}
-    rows = [
-        (", ".join(keys[name]), _when(case), case.verdict, _settings(case), case.reason)
-        for name in keys
-        for case in subjects[name].cases
-    ]
-    return _table(("key", "value", "verdict", "here", "why"), rows)
+    rows = []
+    for name, by_dialect in keys.items():
+        cells = [", ".join(by_dialect.get(dialect, ())) for dialect in DIALECTS]
+        rows.append(["<br>".join(_case(case) for case in subjects[name].cases), *cells])
+    return _table(("what it becomes", *DIALECTS), rows)
+
+
+def _case(case: Case) -> str:
+    becomes = _settings(case)
+    return f"{_when(case)}: {case.verdict}{f', {becomes}' if becomes else ''}: {case.reason}"
 
 
 def _when(case: Case) -> str:
@@ -247,5 +229,4 @@ def renewed(text: str) -> str:
 if __name__ == "__main__":
     if "--write" not in sys.argv:
         sys.exit("usage: python -m tests.harness.migration_page --write")
-    for page in PAGES:
-        page.write_text(renewed(page.read_text()))
+    PAGE.write_text(renewed(PAGE.read_text()))

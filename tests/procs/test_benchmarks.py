@@ -25,6 +25,13 @@ def _last_line(*arguments: str, timeout_s: float = 110, tiny: bool = True) -> di
 
 
 @pytest.mark.slow
+def test_steps_and_peaks() -> None:
+    results: Any = _last_line("benchmarks.steps_and_peaks")["results"]
+    assert set(results["tiny"]) == {"fullshard", "FSDP2", "DDP", "fullshard, mixed", "FSDP2, mixed"}
+    assert all(figures["peak"][0] > 0 for figures in results["tiny"].values())
+
+
+@pytest.mark.slow
 def test_cpu_step() -> None:
     answer = _last_line("benchmarks.cpu_step", "--worlds", "2", "--adamw", "--workloads", "light", "--rounds", "1")
     (result,) = answer["results"]

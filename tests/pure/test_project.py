@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import json
 import re
 import shutil
 import subprocess
@@ -15,9 +16,10 @@ from typing import Any
 
 import pytest
 
+import fullshard
 from tests.data import exchange_checkpoints
 from tests.workers import TIERS
-from tools import cuda_stubs, release_check, try_package, version_table, versions
+from tools import cuda_stubs, readme_links, release_check, site_versions, try_package, version_table, versions
 from tools.cuda_stubs import Elf, Wanted
 from tools.versions import VERSIONS
 
@@ -120,7 +122,54 @@ def test_the_package_holds_what_it_must(tmp_path: Path) -> None:
     (sdist,) = tmp_path.glob("*.tar.gz")
     with tarfile.open(sdist) as archive:
         held = {name.partition("/")[2] for name in archive.getnames()}
-    assert {"LICENSE", "README.md", "CHANGELOG.md", "constraints.txt", "examples/quickstart.py"} <= held
+    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True).stdout.splitlines()
+    left_out = {".gitignore", ".pre-commit-config.yaml"}
+    # What git does not track yet is there too; without git a checkout says nothing.
+    assert {name for name in tracked if (ROOT / name).is_file()} - left_out <= held
+
+
+def test_links_of_the_description_are_absolute_and_a_placeholder_is_refused() -> None:
+    text = "[a](docs/a.md#b) [c](https://x.example) [d](#d) ![e](docs/e.svg) `[f](f.md)`\n"
+    text += "```sh\n[g](g.md)\n```\n[`h`](h.md)"
+    made = readme_links.absolute(text, "https://example.org/fullshard/", "v1.2.3")
+    base = "https://example.org/fullshard"
+    assert (
+        f"[a]({base}/blob/v1.2.3/docs/a.md#b) [c](https://x.example) [d](#d) ![e]({base}/raw/v1.2.3/docs/e.svg)" in made
+    )
+    assert "`[f](f.md)`\n```sh\n[g](g.md)\n```" in made and f"[`h`]({base}/blob/v1.2.3/h.md)" in made
+    filled = {"repository": "https://example.org/fullshard"}
+    description = readme_links.built(ROOT, filled, "1.2.3", for_index=True)
+    assert re.findall(r"\]\((?!https://|#)[^)]*\)", description) == []
+    empty = {"repository": f"https://{readme_links.PLACEHOLDER}-repository"}
+    assert readme_links.built(ROOT, empty, "1.2.3", for_index=False) == (ROOT / "README.md").read_text()
+    with pytest.raises(ValueError, match="expected the address of the repository"):
+        readme_links.built(ROOT, empty, "1.2.3", for_index=True)
+
+
+def test_what_is_deprecated_has_a_date() -> None:
+    """Each name that warns is in the table of docs/versioning.md."""
+    rows = [line for line in (ROOT / "docs" / "versioning.md").read_text().splitlines() if line.startswith("| ")]
+    table = "\n".join(row for row in rows if "2027-" in row or "torch's" in row)
+    assert all(re.search(rf"`(fullshard\.)?{name}`", table) for name in fullshard._FORMER)
+    warned = [path for path in (ROOT / "src").rglob("*.py") if "DeprecationWarning" in path.read_text()]
+    assert {path.name for path in warned} == {"__init__.py", "report.py", "settings.py"}, "a row for the new one"
+
+
+def test_sites_of_versions_lie_beside_each_other(tmp_path: Path) -> None:
+    site, pages = tmp_path / "site", tmp_path / "pages"
+    site.mkdir()
+    pages.mkdir()
+    (site / "index.html").write_text("first")
+    assert site_versions.place(site, pages, "dev") == ["dev"]
+    assert site_versions.place(site, pages, "v0.9.0") == ["0.9.0", "dev"]
+    (site / "index.html").write_text("second")
+    assert site_versions.place(site, pages, "v0.10.0") == ["0.10.0", "0.9.0", "dev"]
+    assert (pages / "0.9.0" / "index.html").read_text() == "first" and "0.10.0/" in (pages / "index.html").read_text()
+    assert json.loads((pages / "versions.json").read_text())[0] == {
+        "version": "0.10.0", "title": "0.10.0", "aliases": ["latest"]
+    }  # fmt: skip
+    with pytest.raises(ValueError, match="expected dev or a tag"):
+        site_versions.place(site, pages, "main")
 
 
 def test_every_declared_version_ran_the_tests() -> None:

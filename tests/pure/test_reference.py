@@ -131,7 +131,7 @@ def _templates() -> set[str]:
 
 
 def _entries() -> list[str]:
-    return re.findall(r"^\| `([^`]+)` \|", (PAGES / "errors.md").read_text(), flags=re.M)
+    return re.findall(r"^\| `([^`]+)` \|", (ROOT / "docs" / "troubleshooting.md").read_text(), flags=re.M)
 
 
 def _is_in(entry: str, template: str) -> bool:
@@ -153,7 +153,7 @@ def test_a_text_of_the_catalogue_is_in_the_source(entry: str) -> None:
 
 
 def test_the_catalogue_names_cause_and_cure_for_each() -> None:
-    rows = [line for line in (PAGES / "errors.md").read_text().splitlines() if line.startswith("| `")]
+    rows = [line for line in (ROOT / "docs" / "troubleshooting.md").read_text().splitlines() if line.startswith("| `")]
     assert len(rows) == len(_entries()) == len(set(_entries())) >= 60
     assert all(len(row.strip("| ").split(" | ")) == 3 for row in rows)
 
@@ -167,7 +167,7 @@ def test_the_catalogue_covers_enough_of_what_training_raises() -> None:
 
 
 def test_all_messages_are_on_their_page() -> None:
-    page = reference.messages_page()
+    page = reference.messages_section()
     messages = reference.messages()
     raised = sum(
         isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) and bool(node.exc.args) for node in _nodes()

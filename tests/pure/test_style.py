@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from tools import words
+
 ROOT = Path(__file__).parents[2]
 STYLE = ROOT / "docs" / "style.md"
 
@@ -101,6 +103,31 @@ def test_sources_keep_to_the_style() -> None:
         for problem in found(prose, first, path)
     ]
     assert problems == []
+
+
+READ = [path for path in DOCUMENTS if words.group(path.relative_to(ROOT).as_posix()) in (*words.READ, "in detail")]
+
+
+def sentences(text: str) -> Iterator[str]:
+    """Sentences of running text and of lists; code and addresses are one word."""
+    for paragraph in re.split(r"\n\s*\n", re.sub(r"<!--.*?-->|^```.*?^```$", "", text, flags=re.M | re.S)):
+        if not paragraph.lstrip().startswith(("|", "#")):
+            for item in re.split(r"\n(?=\s*(?:\* |\d+\. ))", paragraph):
+                line = re.sub(r"`[^`]*`", "X", " ".join(item.split()))
+                line = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", line)
+                yield from re.split(r"(?<=[.!?])\s+(?=[A-Z*])", line)
+
+
+@pytest.mark.parametrize("path", READ, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_a_sentence_has_one_colon(path: Path) -> None:
+    """Three clauses around colons are three sentences."""
+    assert [said for said in sentences(path.read_text()) if said.count(": ") > 1] == []
+
+
+def test_sentences_are_found() -> None:
+    text = "One: two.\nThree: `a: b`, four.\n\n* Five: six: seven [e](f).\n\n| a: b: c |\n"
+    assert list(sentences(text)) == ["One: two.", "Three: X, four.", "* Five: six: seven e."]
+    assert len(READ) > 60
 
 
 def test_words_are_found() -> None:

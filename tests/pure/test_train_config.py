@@ -121,6 +121,18 @@ def test_mistakes_under_former_names(settings: list[str], words: str) -> None:
     assert words in str(caught.value) and "\n" not in str(caught.value)
 
 
+def test_a_key_is_proposed_only_where_it_is_near() -> None:
+    """`metrics.wandb` is no misspelling of `metrics.eval_windows`: the keys of the section are listed instead."""
+    with pytest.raises(ConfigError) as caught:
+        load_config(None, ["metrics.wandb=mine"])
+    said = str(caught.value)
+    assert said.startswith("metrics.wandb = mine: there is no such key; [metrics] has ") and "\n" not in said
+    assert "eval_windows" in said and "nearest" not in said
+    for wrong, near in (("training.stps=3", "training.steps"), ("trainer.steps=3", "training.steps")):
+        with pytest.raises(ConfigError, match=f"nearest valid: {near}$"):
+            load_config(None, [wrong])
+
+
 def test_the_section_is_a_configuration_of_prepare_fully_shard(tmp_path: Path) -> None:
     """The same words in both, short forms and other spellings included."""
     text = '[{0}]\ndp_shard_size = 2\ncpu_offload = true\n[{1}precision]\nmode = "DEFAULT"\n'

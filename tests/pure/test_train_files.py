@@ -200,9 +200,22 @@ def test_plain_lines_come_when_they_should(capsys: pytest.CaptureFixture[str]) -
         lines.step(record(step, val_loss=4.0 if step == 7 else None))
     out = capsys.readouterr().out.splitlines()
     assert [line.split("/")[0] for line in out] == ["step  1", "step  7", "step 10", "step 20", "step 25"]
-    for word in ("loss ", "grad_norm ", "mem 1.0 MiB", "tok/s", "TFLOP/s", "left "):
+    for word in ("loss ", "norm ", "mem 1.0 MiB", "tok/s", "left "):
         assert word in out[0]
     assert "val 4.0000" in out[1] and "MFU" not in out[1]
+
+
+def test_a_line_has_eighty_columns_and_the_rate() -> None:
+    """Whatever else has no room."""
+    whole = record(
+        12, val_loss=1.2345, tokens_per_second=1234567.0, mfu=0.412, grad_norm=123.456, memory_bytes=80 * 2**30
+    )
+    for before, after in (("", ""), ("step 12345/100000", "left 12:34:56"), ("step 12", "")):
+        line = console.summary(whole, before, after)
+        assert len(line) <= 80 and "1,234,567 tok/s" in line and "loss " in line and line.startswith(before)
+    assert "mem 80.0 GiB" in console.summary(whole) and "mem" not in console.summary(
+        whole, "step 12345/100000", "left 1:00"
+    )
 
 
 def test_other_ranks_say_nothing(capsys: pytest.CaptureFixture[str]) -> None:

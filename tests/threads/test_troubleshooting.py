@@ -61,12 +61,17 @@ NAMES: dict[str, Any] = {
 }  # fmt: skip
 
 
+# Sections of the page that are tables: tests/pure/test_reference.py and tests/pure/test_faq.py hold them.
+WITHOUT_CODE = ("Errors by their text", "Questions that people asked")
+
+
 def blocks(page: str) -> dict[str, list[str]]:
     """The code of each row, by its title."""
     rows = re.split(r"^## (.*)$", page, flags=re.M)
     return {
         title: re.findall(r"^```python\n(.*?)^```$", text, flags=re.M | re.S)
         for title, text in zip(rows[1::2], rows[2::2], strict=True)
+        if title not in WITHOUT_CODE
     }
 
 

@@ -168,7 +168,7 @@ def _with_dtype(data: bytes, dtype: str) -> bytes:
     found["dtype"] = dtype
     for name, part in found.items():
         for key in ("dtype", "torch_dtype"):
-            # The parts of a composite model; how a quantiser computes is its own affair.
+            # The parts of a composite model; how a quantiser computes does not matter here.
             if name != "quantization_config" and isinstance(part, dict) and isinstance(part.get(key), str):
                 part[key] = dtype
     return (json.dumps(found, indent=2, sort_keys=True) + "\n").encode()

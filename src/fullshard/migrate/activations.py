@@ -46,7 +46,7 @@ def checkpoint_activations(
         `activation_checkpointing_fn` of a module around them says so.
     where: (name, module) -> bool, instead of `at`.
     every: of these modules, in their order, the n-th, 2n-th, and so on.
-    save: names of operators whose results are kept none the less, such as "aten.mm" or
+    save: names of operators whose results are kept anyway, such as "aten.mm" or
         "aten._scaled_dot_product_flash_attention.default": selective checkpointing.
     offload: what is kept is held in page-locked host memory until backward, parameters excepted. No effect on a CPU.
     recompute: False with `offload` holds all activations on the host and computes nothing twice.

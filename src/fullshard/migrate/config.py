@@ -176,7 +176,7 @@ class ActivationKeys:
     classes: tuple[str, ...] = setting((), 'names of classes, for "classes"')
     every: int = setting(1, "of these modules every n-th alone", least=1)
     recompute: bool = setting(True, "keep their inputs, and compute the rest again in backward")
-    save: tuple[str, ...] = setting((), 'operators whose results are kept none the less, such as "aten.mm"')
+    save: tuple[str, ...] = setting((), 'operators whose results are kept anyway, such as "aten.mm"')
     offload: bool = setting(False, "hold what is kept in host memory until backward")
 
 

@@ -1,6 +1,6 @@
 """Reading a `ShardingConfig` from dicts and TOML, JSON and YAML files, and printing it with all defaults. No torch.
 
-Reading is strict as in `fullshard.keys`. A section may be written short, by its first setting (`precision = "PURE"`),
+Reading is strict as in `fullshard.keys`. A section may be short, its first setting alone (`precision = "PURE"`),
 and a key that only one section has may stand outside of it (`data_parallel_shard_degree = 8`).
 """
 
@@ -80,7 +80,7 @@ def _yaml(path: Path, text: str) -> Any:
 
 _SECTION_SPELLINGS = {"mixed_precision": "precision", "initialization": "initialisation"}
 
-# The key that a section sets which is written short.
+# The key that the short form of a section sets.
 _SHORT = {
     "wrap": "by",
     "sharding": "strategy",

@@ -274,7 +274,7 @@ _NAMES = {
 
 
 class _Words:
-    """The terms of a moment, in the words of docs/engine.md."""
+    """The terms of a moment, in the words of docs/memory.md."""
 
     def __init__(
         self, moment: str, planned: Sequence[PlannedUnit], places: Sequence[Place], records: Sequence[UnitRecord]

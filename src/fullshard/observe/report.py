@@ -91,10 +91,18 @@ def _below(report: Report) -> list[str]:
         lines.append(f"kept full within set_memory_budget(resident): {', '.join(resident)}")
     for unit in report.units:
         lines += [f"tied: {' = '.join(names)}" for names in unit.tied]
-    for item in report.unsharded[:_SHOWN]:
-        trainable = ", trainable" if item.requires_grad else ""
-        lines.append(f"not sharded: {item.kind} {item.name} {item.shape} {item.dtype}, {human(item.nbytes)}{trainable}")
-    more = report.unsharded[_SHOWN:]
+    # Buffers of one shape are one line, as the tables of rotary embeddings of all blocks; a parameter has its name.
+    alike: dict[tuple[object, ...], list[Unsharded]] = {}
+    for item in report.unsharded:
+        one = "" if item.kind == "buffer" else item.name
+        alike.setdefault((item.kind, one, item.shape, item.dtype), []).append(item)
+    for items in list(alike.values())[:_SHOWN]:
+        first, last = items[0], items[-1]
+        names = first.name if len(items) == 1 else f"{first.name} .. {last.name} x{len(items)}"
+        trainable = ", trainable" if first.requires_grad else ""
+        nbytes = human(sum(item.nbytes for item in items))
+        lines.append(f"not sharded: {first.kind} {names} {first.shape} {first.dtype}, {nbytes}{trainable}")
+    more = [item for items in list(alike.values())[_SHOWN:] for item in items]
     if more:
         lines.append(f"not sharded: {len(more)} more, {human(sum(item.nbytes for item in more))}")
     return lines + [f"note: {note}" for note in report.notes]

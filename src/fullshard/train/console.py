@@ -39,18 +39,26 @@ def console_for(rank: int, log_every: int) -> Console:
     return PlainConsole(log_every)
 
 
-def summary(record: StepRecord) -> str:
-    """The figures of a step in one line, without the step number."""
-    parts = [
+# A terminal has as many columns.
+WIDTH = 80
+
+
+def summary(record: StepRecord, before: str = "", after: str = "") -> str:
+    """The figures of a step between `before` and `after`, in one line of `WIDTH` columns: the rate always, and of the
+    others the first that have room. `metrics.jsonl` has all of them."""
+    rate = f"{record.tokens_per_second:,.0f} tok/s"
+    wanted = [
         f"loss {record.loss:.4f}",
         "" if record.val_loss is None else f"val {record.val_loss:.4f}",
-        f"grad_norm {record.grad_norm:.3f}",
-        f"mem {in_units(record.memory_bytes)}",
-        f"{record.tokens_per_second:,.0f} tok/s",
-        f"{record.tflop_per_second:.3g} TFLOP/s",
+        f"norm {record.grad_norm:.3g}",
         "" if record.mfu is None else f"MFU {record.mfu:.1%}",
+        f"mem {in_units(record.memory_bytes)}",
     ]
-    return "  ".join(filter(None, parts))
+    shown: list[str] = []
+    for figure in filter(None, wanted):
+        if len("  ".join(filter(None, [before, *shown, figure, rate, after]))) <= WIDTH:
+            shown.append(figure)
+    return "  ".join(filter(None, [before, *shown, rate, after]))
 
 
 def clock(seconds: float) -> str:
@@ -81,7 +89,7 @@ class PlainConsole(Console):
             elapsed = time.monotonic() - self._begun
             left = clock(elapsed / (record.step - self._after) * (self._steps - record.step))
             width = len(str(self._steps))
-            self.say(f"step {record.step:>{width}}/{self._steps}  {summary(record)}  left {left}")
+            self.say(summary(record, f"step {record.step:>{width}}/{self._steps}", f"left {left}"))
 
 
 class ProgressConsole(Console):
@@ -109,7 +117,7 @@ class ProgressConsole(Console):
 
     def step(self, record: StepRecord) -> None:
         if record.val_loss is not None:
-            self.say(f"step {record.step}  {summary(record)}")
+            self.say(summary(record, f"step {record.step}"))
         self._progress.update(self._progress.task_ids[0], completed=record.step)
         self._live.update(self._lines(summary(record)))
 

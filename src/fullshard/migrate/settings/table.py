@@ -191,7 +191,7 @@ def _subject(name: str, table: Mapping[str, Any]) -> Subject:
 
 
 def _short(tables: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Lists what is written short: keys that are dropped or refused, by the reason, switches, and those of a loop, by
+    """Lists what has a short form: keys that are dropped or refused, by the reason, switches, and those of a loop, by
     the trainer's key."""
     for reason, keys in tables["drop"].items():
         yield reason, {"cases": [[ANY, DROPPED, {}, reason]], "keys": keys}
