@@ -63,6 +63,9 @@ def add_command(commands: Any) -> None:
     plan.add_argument(
         "--recompute", choices=("none", "selective", "alternate", "whole"), help="activations (default: none)"
     )
+    plan.add_argument("--storage-dtype", metavar="DTYPE", help="of shards and optimizer state (default: the model's)")
+    plan.add_argument("--compile", action="store_true", help="units and loss are compiled: times with fused operations")
+    plan.add_argument("--float8", action="store_true", help="linear layers in float8: their times")
     plan.add_argument("--param-dtype", metavar="DTYPE", help="of computation (default: bfloat16; on a CPU as stored)")
     plan.add_argument(
         "--keep-float32",
@@ -194,7 +197,7 @@ def _rough(planner: Planner, strategy: Strategy) -> list[str]:
     """The guide's example by its rule, then this model by the same rule."""
     from fullshard.plan import rough
 
-    model = planner.model(strategy.micro, strategy.compute)
+    model = planner.model(strategy.micro, strategy.computed)
     samples, length = strategy.micro * strategy.accumulate, model.tokens // model.samples
     found = rough.rough_of(model.numel, strategy.ranks, samples, length)
     lines = [
@@ -210,19 +213,14 @@ def _rough(planner: Planner, strategy: Strategy) -> list[str]:
 def _enough(planner: Planner, strategy: Strategy) -> str:
     """Finds from how many ranks on it fits by the ledger, with whole recomputation and one sample at a time."""
     samples = strategy.micro * strategy.accumulate
-    ranks = strategy.ranks
-    while ranks <= 1 << 20:
-        changed = replace(
-            strategy, ranks=ranks, recompute="whole", micro=1, accumulate=samples, send_each=True, reshard=True
-        )
-        plan = planner.estimate(changed)
-        if plan.fits:
-            gigabytes = plan.peak_nbytes / 1e9
-            return (
-                f"the ledger: {samples} samples, one at a time, recomputed: fits on {ranks} devices, {gigabytes:.1f} GB"
-            )
-        ranks *= 2
-    return "the ledger: it fits on no number of devices"
+    changed = replace(strategy, recompute="whole", micro=1, accumulate=samples, send_each=True, reshard=True)
+    plan = planner.least_ranks(changed)
+    if plan is None:
+        return "the ledger: it fits on no number of devices"
+    return (
+        f"the ledger: {samples} samples, one at a time, recomputed: fits on {plan.strategy.ranks} devices and on no "
+        f"fewer, {plan.peak_nbytes / 1e9:.1f} GB"
+    )
 
 
 def _source(arguments: argparse.Namespace, backend: str) -> tuple[Callable[[int | None], Program], Strategy, list[str]]:
@@ -343,10 +341,15 @@ def _with_dials(strategy: Strategy, arguments: argparse.Namespace) -> Strategy:
             changes[name] = value
     if arguments.recompute is not None and strategy.hosts_activations:
         changes["recompute"] = on_host(arguments.recompute)
-    for name, value in (("compute", arguments.param_dtype), ("reduce", arguments.reduce_dtype)):
+    for name, value in (
+        ("compute", arguments.param_dtype),
+        ("reduce", arguments.reduce_dtype),
+        ("storage", arguments.storage_dtype),
+    ):
         if value is not None:
             changes[name] = _dtype(value)
     strategy = replace(strategy, offload=arguments.offload or strategy.offload, **changes)
+    strategy = replace(strategy, compiled=arguments.compile, float8=arguments.float8)
     if arguments.offload_activations:
         strategy = strategy.with_activations(hosted=True)
     return strategy

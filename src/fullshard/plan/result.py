@@ -14,7 +14,7 @@ from .machine import Hardware
 from .recomputation import without_host
 from .simulation import simulate
 from .spans import Step
-from .strategy import OPTIMIZERS, Strategy, Unit, units_of
+from .strategy import OPTIMIZERS, Strategy, Unit, even_dim, units_of
 
 # NCCL's documented defaults, as in `observe/expected.py`: bytes of a channel's buffer, channels of a communicator.
 COMMUNICATOR_NBYTES = (4 << 20) * 32
@@ -31,6 +31,11 @@ class Padding:
     nbytes: int
     share: float
     cure: str
+
+    @property
+    def by_placement(self) -> bool:
+        """Whether another placement saves them."""
+        return self.cure.startswith("shard_placement_fn")
 
 
 @dataclass(frozen=True)
@@ -69,9 +74,25 @@ class Plan:
         return sum(nbytes for _, nbytes in self.terms)
 
     @property
+    def allocator_nbytes(self) -> float:
+        """The bytes that the allocator reserves at the peak, if the device has room: in use then, and kept."""
+        reserved = self.simulated.peak.total * (1 + self.hardware.reserving)
+        return max(self.simulated.peak.total, min(reserved, self.budget - self.hardware.reserved))
+
+    @property
+    def margin_nbytes(self) -> float:
+        """The bytes that have to be left: a plan fits if it does with these, too."""
+        return self.hardware.margin * self.peak_nbytes
+
+    @property
+    def spare_nbytes(self) -> float:
+        """The bytes of the budget beside the peak."""
+        return self.budget - self.peak_nbytes
+
+    @property
     def fits(self) -> bool:
-        """Whether the plan fits on the device, and on the host as far as its memory is known."""
-        return self.peak_nbytes <= self.budget and self.fits_on_host
+        """Whether the plan fits on the device with its margin, and on the host as far as its memory is known."""
+        return self.margin_nbytes <= self.spare_nbytes and self.fits_on_host
 
     @property
     def host_peak_nbytes(self) -> float:
@@ -80,6 +101,11 @@ class Plan:
     @property
     def fits_on_host(self) -> bool:
         return not self.host_budget or self.host_peak_nbytes <= self.host_budget
+
+    @property
+    def curable(self) -> bool:
+        """Whether another placement would save padding."""
+        return any(padding.by_placement for padding in self.padding)
 
     @property
     def seconds(self) -> float:
@@ -118,7 +144,7 @@ class Plan:
     @property
     def narrow(self) -> bool:
         dtypes = {p.dtype for unit in self.model.units for p in unit.parameters}
-        return (self.strategy.compute or next(iter(dtypes), "float32")) in ("bfloat16", "float16")
+        return (self.strategy.computed or next(iter(dtypes), "float32")) in ("bfloat16", "float16")
 
     @property
     def largest(self) -> list[tuple[str, float]]:
@@ -138,6 +164,11 @@ class Plan:
             "fits": self.fits,
             "budget_bytes": int(self.budget),
             "peak_bytes": int(self.peak_nbytes),
+            "spare_bytes": int(self.spare_nbytes),
+            "margin_bytes": int(self.margin_nbytes),
+            "reserved_bytes": int(self.allocator_nbytes),
+            "time_error": self.hardware.time_error,
+            "memory_error": self.hardware.memory_error,
             "peak_moment": found.peak.phase,
             "terms": {name: int(nbytes) for name, nbytes in self.terms},
             "host_bytes": {name: int(nbytes) for name, nbytes in self.host_terms},
@@ -201,6 +232,8 @@ def plan_of(
     """The plan of one strategy. `step`: of its size of the micro-batch and its recomputation; `budget`, `host_budget`:
     bytes of a device and of the host for a rank, None for all that the hardware has; `failure_hours`: between two
     failures of one device."""
+    if strategy.float8 and not hardware.float8:
+        raise ValueError(f"float8: expected a device with products in float8, found {hardware.name}")
     units = units_of(model, strategy)
     simulated = simulate(units, step, strategy, hardware, model.buffer_nbytes)
     by_kind = list(zip(KINDS, simulated.peak.nbytes, strict=True))
@@ -249,9 +282,9 @@ def padding_of(units: Sequence[Unit], least: float = 0.01) -> tuple[Padding, ...
 
 
 def _cure(shape: tuple[int, ...], dim: int, world: int) -> str:
-    even = [i for i, size in enumerate(shape) if size % world == 0]
-    if even:
-        return f"shard_placement_fn: Shard({even[0]}), whose {shape[even[0]]} rows {world} ranks share evenly"
+    even = even_dim(shape, world)
+    if even is not None:
+        return f"shard_placement_fn: Shard({even}), whose {shape[even]} rows {world} ranks share evenly"
     fewer = max((n for n in range(1, min(world, shape[dim]) + 1) if shape[dim] % n == 0 and world % n == 0), default=1)
     if fewer > 1:
         return f"HSDP with {fewer} ranks that share, or {-(-shape[dim] // world) * world} rows instead of {shape[dim]}"
@@ -279,6 +312,10 @@ def _strategy(strategy: Strategy) -> dict[str, Any]:
         "context": strategy.context,
         "reshard_after_forward": strategy.reshard,
         "param_dtype": strategy.compute or None,
+        "storage_dtype": strategy.storage or None,
+        "even": strategy.even,
+        "compiled": strategy.compiled,
+        "float8": strategy.float8,
         "reduce_dtype": strategy.reduce or None,
         "micro_batch": strategy.micro,
         "accumulate": strategy.accumulate,
@@ -350,8 +387,7 @@ def table(plan: Plan) -> str:
         f"{strategy}; {_computed(plan)}, {reduced}; {strategy.optimizer}; {plan.tokens:,.0f} tokens per rank and step",
         "",
     ]
-    verdict = "fits" if plan.fits else "does not fit"
-    line = f"{verdict}: peak {gigabytes(plan.peak_nbytes)} of {gigabytes(plan.budget)}, in {found.peak.phase}"
+    line = f"{_verdict(plan)}: peak {gigabytes(plan.peak_nbytes)} of {gigabytes(plan.budget)}, in {found.peak.phase}"
     if not plan.fits_on_host:
         line += f"; on the host {gigabytes(plan.host_peak_nbytes)} of {gigabytes(plan.host_budget)}"
     lines.append(line)
@@ -390,13 +426,25 @@ def table(plan: Plan) -> str:
         f"step {duration(found.seconds)}: compute {duration(found.compute)}, waiting for messages "
         f"{duration(found.exposed_seconds)}, for the host {duration(found.host_bound)}, "
         f"optimizer {duration(found.optimizer_seconds)}",
-        f"{plan.tokens_per_second:,.0f} tokens per second and rank, MFU {plan.mfu:.1%}",
+        f"{plan.tokens_per_second:,.0f} tokens per second and rank, MFU {plan.mfu:.1%}"
+        + f"; error of such plans {plan.hardware.time_error:.0%}" * (plan.hardware.time_error > 0),
         f"a checkpoint takes about {duration(plan.checkpoints.save)}; best every {duration(plan.checkpoints.daly)} "
         f"(Daly; Young {duration(plan.checkpoints.young)}), with a failure about every "
         f"{duration(plan.checkpoints.between_failures)}",
         "times come from a model of the hardware, not from a run: --assumptions",
     ]
     return "\n".join(lines)
+
+
+def _verdict(plan: Plan) -> str:
+    """Says whether it fits, and how sure that is."""
+    hardware, spare = plan.hardware, gigabytes(plan.spare_nbytes)
+    if plan.fits:
+        sure = f", margin {hardware.margin:.0%}; error of such plans {hardware.memory_error:.0%}"
+        return f"fits, with {spare} to spare" + sure * (hardware.margin > 0)
+    if plan.spare_nbytes >= 0 and plan.fits_on_host:
+        return f"does not fit: {spare} to spare are less than the margin of {hardware.margin:.0%}"
+    return "does not fit"
 
 
 def _phase_lines(plan: Plan) -> list[str]:
@@ -449,7 +497,8 @@ def assumptions(plan: Plan) -> tuple[str, ...]:
         "of libraries are not counted",
         f"messages: {hw.intra_node / 1e9:.0f} GB/s inside of a node of {hw.node}, {hw.inter_node / 1e9:.0f} "
         f"GB/s per device "
-        f"between nodes, {hw.latency * 1e6:.0f} us each and {hw.hop * 1e6:.0f} us more for each node; one at a time on "
+        f"between nodes, of which a ring has those of all devices that it passes in a node, "
+        f"{hw.latency * 1e6:.0f} us each and {hw.hop * 1e6:.0f} us more for each node; one at a time on "
         f"each axis; compute is {hw.contention:.0%} slower beside them",
         f"the host takes {hw.launch * 1e6:.0f} us for an operation",
         f"{gigabytes(hw.reserved)} are taken by driver and libraries; {hw.fragmentation:.0%} of what is counted "
