@@ -113,6 +113,7 @@ def _run(arguments: argparse.Namespace) -> int:
         "replicas",
         "tensor_parallel",
         "context_parallel",
+        "expert_parallel",
         "batch",
         "micro",
         "sequence",
@@ -139,7 +140,7 @@ def _run(arguments: argparse.Namespace) -> int:
         if sequence not in made:
             made[sequence] = programs(sequence)
         sizes: dict[str, Any] = {"samples": samples, "compute": compute, "alone": alone, "keep_float32": keep}
-        sizes["tensor"] = strategy.tensor
+        sizes |= {"tensor": strategy.tensor, "shared": strategy.context > 1 or strategy.experts > 1}
         sizes["on_cpu"] = hardware.blocking
         return describe(made[sequence], arguments.source, recompute=recompute, **sizes)
 
@@ -241,7 +242,7 @@ def _source(arguments: argparse.Namespace, backend: str) -> tuple[Callable[[int 
         if arguments.replicas is not None:
             config = config.with_replicas(arguments.replicas)
         config.check_world(arguments.ranks)
-        programs, strategy = programs_of(config), strategy_of(config, arguments.ranks, backend)
+        programs, strategy = programs_of(config, arguments.ranks), strategy_of(config, arguments.ranks, backend)
         about = _about(programs(None), config.sharding.parallel, arguments.ranks, config.training.sequence_length)
         return programs, _with_dials(strategy, arguments), about
     if source in shapes.NAMED:
@@ -263,7 +264,7 @@ def _source(arguments: argparse.Namespace, backend: str) -> tuple[Callable[[int 
         )
     plan = parallelism_of(arguments)
     own = ":" in source and found.parallelize is not None
-    programs, length = _divided(programs, plan, arguments.sequence)
+    programs, length = _divided(programs, plan, arguments.ranks, arguments.sequence)
     length = 0 if ":" in source else length  # its model may get a part of the batch
     about = _about(programs(length or None), plan, arguments.ranks, length, own=own)
     strategy = Strategy(
@@ -271,6 +272,7 @@ def _source(arguments: argparse.Namespace, backend: str) -> tuple[Callable[[int 
         backend=backend,
         tensor=plan.tensor_parallel_degree,
         context=plan.context_parallel_degree,
+        experts=plan.expert_parallel_degree,
         replicas=plan.data_parallel_replicate_degree,
         micro=samples_of(found.batch(0)) if ":" in source else 1,
     )
@@ -280,21 +282,23 @@ def _source(arguments: argparse.Namespace, backend: str) -> tuple[Callable[[int 
 
 
 def _divided(
-    programs: Callable[[int | None], Program], plan: Parallelism, sequence: int | None
+    programs: Callable[[int | None], Program], plan: Parallelism, ranks: int, sequence: int | None
 ) -> tuple[Callable[[int | None], Program], int]:
-    """The programs of one rank along `tp` and `cp`; and the tokens of a whole sequence, 0 if a batch does not say."""
-    from fullshard.migrate.declared import parallelize_by
-    from fullshard.plan.tape import tensors_in
+    """The programs of one rank along `tp`, `cp` and `ep`; and the tokens of a whole sequence, 0 if a batch does not
+    say."""
+    from fullshard.migrate.declared import noted_by
+    from fullshard.plan.tape import note, tensors_in
 
-    if plan.tensor_parallel_degree == plan.context_parallel_degree == 1:
+    if not plan.beyond_data:
         return programs, sequence or 0
+    shared = ranks // plan.data_parallel_replicate_degree
     first = next(tensors_in([programs(sequence).batch(0)]), None)
     whole = int(first.shape[1]) if first is not None and first.ndim == 2 else 0
 
     def made(length: int | None) -> Program:
         length = length or (whole if plan.context_parallel_degree > 1 else None)
         program = programs(length and length // plan.context_parallel_degree)
-        return program if program.parallelize else replace(program, parallelize=parallelize_by(plan))
+        return program if program.parallelize else replace(program, parallelize=noted_by(plan, shared, note))
 
     return made, whole
 
@@ -307,7 +311,7 @@ def _about(program: Program, plan: Parallelism, ranks: int, sequence: int, *, ow
     from fullshard.migrate.declared import declare
     from fullshard.program import ProgramError
 
-    if plan.tensor_parallel_degree == plan.context_parallel_degree == 1:
+    if not plan.beyond_data:
         return []
     if own:
         return [*plan.on(ranks).lines(), "layers: as `parallelize` of the program divides them"]
@@ -316,10 +320,7 @@ def _about(program: Program, plan: Parallelism, ranks: int, sequence: int, *, ow
             model = program.model()
     except Exception as error:
         raise ProgramError(f"the model cannot be built on the meta device: {type(error).__name__}: {error}") from error
-    lines = [*declare(model, plan, ranks, sequence=sequence).lines()]
-    if plan.context_parallel_degree > 1:
-        lines.append("attention over cp: its messages, and the parts of other ranks that it holds, are not counted")
-    return lines
+    return [*declare(model, plan, ranks, sequence=sequence).lines()]
 
 
 def _with_dials(strategy: Strategy, arguments: argparse.Namespace) -> Strategy:

@@ -113,17 +113,22 @@ class Plan:
 
     @property
     def divided_messages(self) -> tuple[Sent, ...]:
-        """Messages of a step of one rank along `tp`: of the layers, of gradients that are sums over it, and the two
-        numbers by which `prepare_fully_shard` compares what each forward gets."""
+        """Messages of a step of one rank along `tp`, `cp` and `ep`: of the layers, of gradients that are sums over
+        `tp`, and the two numbers by which `prepare_fully_shard` compares what each forward gets."""
         times = self.strategy.accumulate
-        found = [Sent(each.operation, each.count * times, each.nbytes * times) for each in self.step.messages]
+        found = [each.times(times) for each in self.step.messages]
         dtypes = [p.dtype for unit in self.model.units for p in unit.parameters]
         computed = self.strategy.compute or next(iter(dtypes), "float32")
         wide = max(itemsize(computed), itemsize(self.strategy.reduce or computed))
         for operation in sorted({name for name, _ in self.model.tape.brought}):
             sizes = [numel * wide for name, numel in self.model.tape.brought if name == operation]
             found.append(Sent(f"{operation} of gradients", len(sizes) * times, float(sum(sizes) * times)))
-        return (*found, Sent("all_reduce of inputs' digests", times, 16.0 * times)) if self.strategy.tensor > 1 else ()
+        if self.strategy.tensor > 1:
+            found.append(Sent("all_reduce of inputs' digests", times, 16.0 * times))
+        if self.strategy.context > 1:
+            # Of what is attended to first; and at the end of the context, which the tape does not have.
+            found.append(Sent("all_reduce at the end", times, 16.0 * times, "cp"))
+        return tuple(found)
 
     @property
     def tokens(self) -> float:
@@ -182,6 +187,12 @@ class Plan:
             "tensor_messages": [
                 {"operation": each.operation, "messages": each.count, "bytes": int(each.nbytes)}
                 for each in self.divided_messages
+                if each.axis == "tp"
+            ],
+            "axis_messages": [
+                {"axis": each.axis, "operation": each.operation, "messages": each.count, "bytes": int(each.nbytes)}
+                for each in self.divided_messages
+                if each.axis != "tp"
             ],
             "padding": [{"parameter": p.parameter, "bytes": p.nbytes, "cure": p.cure} for p in self.padding],
             "step_seconds": self._timed(found.seconds),
@@ -237,7 +248,8 @@ def plan_of(
     units = units_of(model, strategy)
     simulated = simulate(units, step, strategy, hardware, model.buffer_nbytes)
     by_kind = list(zip(KINDS, simulated.peak.nbytes, strict=True))
-    axes = [strategy.shard, strategy.replicas, max(unit.part for unit in units), strategy.tensor]
+    axes = [strategy.shard, strategy.replicas, max(unit.part for unit in units), strategy.tensor, strategy.context]
+    axes += [strategy.experts, max((p.shards for unit in units for p in unit.shape.parameters), default=0)]
     communicators = sum(ranks > 1 for ranks in axes) + 1 if hardware.backend == "nccl" and strategy.ranks > 1 else 0
     counted = simulated.peak.total
     terms = [
@@ -310,6 +322,7 @@ def _strategy(strategy: Strategy) -> dict[str, Any]:
         "shard": strategy.shard,
         "tensor": strategy.tensor,
         "context": strategy.context,
+        "experts": strategy.experts,
         "reshard_after_forward": strategy.reshard,
         "param_dtype": strategy.compute or None,
         "storage_dtype": strategy.storage or None,
@@ -406,7 +419,8 @@ def table(plan: Plan) -> str:
                 f"messages, axis {axis}: {traffic.calls} calls, {gigabytes(traffic.nbytes)} of each rank{wire}"
             )
     lines += [
-        f"messages, axis tp: {each.count} x {each.operation}, {gigabytes(each.nbytes)} of whole tensors"
+        f"messages, axis {each.axis}: {each.count} x {each.operation}, {gigabytes(each.nbytes)} "
+        + ("of whole tensors" if each.axis == "tp" else "that leave a rank")
         for each in plan.divided_messages
     ]
     if found.owners is not None:

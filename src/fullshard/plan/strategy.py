@@ -64,7 +64,7 @@ class Strategy:
     one forward of a rank; `accumulate`: forwards and backwards of a step, of which the last sends gradients
     (`send_each`: each does). `recompute`: a way (`recomputation`), or one for each unit; with `+host` what it keeps is
     on the host. `tensor`: ranks that share each layer; `context`: ranks that share each sequence, of those that share
-    the parameters. `even`: a parameter whose rows the ranks cannot share evenly is cut along another dim, if they can
+    the parameters; `experts`: ranks that have different experts, of both. `even`: a parameter whose rows the ranks cannot share evenly is cut along another dim, if they can
     share that (`shard_placement_fn`). `compiled`: units and loss are compiled, which changes times alone; `float8`: so
     do linear layers in float8, whose gathers have `compute`.
 
@@ -92,9 +92,10 @@ class Strategy:
     context: int = 1
     compiled: bool = False
     float8: bool = False
+    experts: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("ranks", "replicas", "micro", "accumulate", "tensor", "context"):
+        for name in ("ranks", "replicas", "micro", "accumulate", "tensor", "context", "experts"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}: expected at least 1, found {getattr(self, name)}")
         if self.ranks % self.tensor:
@@ -129,7 +130,7 @@ class Strategy:
     @property
     def timed(self) -> bool:
         """Whether times are planned: for data parallelism alone."""
-        return self.tensor == self.context == 1
+        return self.tensor == self.context == self.experts == 1
 
     @property
     def computed(self) -> str:
@@ -162,6 +163,7 @@ class Strategy:
         if self.replicas > 1 and self.shard > 1:
             words.append(f"HSDP {self.replicas} x {self.shard}")
         words += [f"TP {self.tensor}"] * (self.tensor > 1) + [f"CP {self.context}"] * (self.context > 1)
+        words += [f"EP {self.experts}"] * (self.experts > 1)
         words.append(f"micro-batch {self.micro}" + (f" x {self.accumulate}" if self.accumulate > 1 else ""))
         if isinstance(self.recompute, str):
             kept = without_host(self.recompute)
@@ -312,6 +314,9 @@ def _unit(shape: UnitShape, outer: bool, strategy: Strategy) -> Unit:
     if reshard is None:
         reshard = not outer
     part = 0 if isinstance(reshard, bool) or reshard == strategy.shard else int(reshard)
+    shards = next((p.shards for p in shape.parameters if p.shards), strategy.shard)
+    if shards != strategy.shard:  # experts, on a mesh of their own
+        strategy = replace(strategy, ranks=shards * strategy.replicas, tensor=1, context=1, experts=1)
     kinds: dict[tuple[str, str], list[Parameter]] = {}
     for parameter in shape.parameters:
         parameter = replace(parameter, placed=_placed(parameter, strategy))
