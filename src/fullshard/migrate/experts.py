@@ -227,10 +227,11 @@ def divide_gradients(modules: Iterable[nn.Module], axes: Axes) -> None:
 class Divisors:
     """The divisors of units whose parameters are on fewer ranks than those of a batch: experts."""
 
-    def __init__(self, model: nn.Module, axes: Axes) -> None:
+    def __init__(self, models: Iterable[nn.Module], axes: Axes) -> None:
+        """models: one, or the stages of a pipeline that this rank has."""
         self.axes = axes
         self.fewer: list[tuple[str, Unit, int]] = []
-        for name, module in model.named_modules():
+        for name, module in (each for model in models for each in model.named_modules()):
             unit = unit_of(module)
             for group in () if unit is None else unit.groups:
                 ranks = group.placing.mesh.size()
