@@ -243,6 +243,12 @@ class Divisors:
         batch = self.axes.averaged
         for name, unit, ranks in self.fewer:
             found = unit.settings.controls.divide_factor or ranks
+            if found != batch and self.axes.cp > 1 and self.axes.ep == 1:
+                raise RuntimeError(
+                    f"cp: expected the parameters of {name} on the {batch} ranks over which gradients are averaged, "
+                    f"because those along cp have parts of the same sequences, found a mesh of {ranks} ranks; shard it "
+                    f"over dp_shard and cp as one axis, as prepare_fully_shard does"
+                )
             if found != batch:
                 raise RuntimeError(
                     f"ep: expected the gradients of {name} to be divided by {batch}, the ranks of the whole batch, "
