@@ -64,9 +64,9 @@ class Strategy:
     one forward of a rank; `accumulate`: forwards and backwards of a step, of which the last sends gradients
     (`send_each`: each does). `recompute`: a way (`recomputation`), or one for each unit; with `+host` what it keeps is
     on the host. `tensor`: ranks that share each layer; `context`: ranks that share each sequence, of those that share
-    the parameters; `experts`: ranks that have different experts, of both. `even`: a parameter whose rows the ranks cannot share evenly is cut along another dim, if they can
-    share that (`shard_placement_fn`). `compiled`: units and loss are compiled, which changes times alone; `float8`: so
-    do linear layers in float8, whose gathers have `compute`.
+    the parameters; `experts`: ranks that have different experts, of both. `even`: a parameter whose rows the ranks
+    cannot share evenly is cut along another dim, if they can share that (`shard_placement_fn`). `compiled`: units and
+    loss are compiled, which changes times alone; `float8`: so do linear layers in float8, whose gathers have `compute`.
 
     >>> Strategy(ranks=16, replicas=2).shard, Strategy(ranks=16, replicas=2, tensor=4).shard
     (8, 2)
