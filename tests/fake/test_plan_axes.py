@@ -78,7 +78,10 @@ def test_context_parallelism_divides_tokens(capsys: pytest.CaptureFixture[str]) 
     found = json.loads(planned(capsys, *arguments, "--context-parallel", "2")[1])
     assert found["terms"]["parameters"] == whole["terms"]["parameters"]  # folded: over all eight
     assert found["phases"]["loss"]["loss"] * 2 == pytest.approx(whole["phases"]["loss"]["loss"], rel=0.01)
-    assert "attention over cp" in found["axes"][-1]
+    sent = {each["operation"]: each for each in found["axis_messages"]}
+    # Two messages forward and two backward of 32 layers; heads of half of the tokens, in bfloat16, half of which stay.
+    assert sent["all_to_all"]["messages"] == 4 * 32
+    assert sent["all_to_all"]["bytes"] == 2 * 32 * 32 * (4 * 4096) * 2 // 2
 
 
 def test_a_program_s_own_division(capsys: pytest.CaptureFixture[str]) -> None:

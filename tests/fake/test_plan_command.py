@@ -242,6 +242,9 @@ def test_named_shapes_have_their_published_sizes() -> None:
         sizes = {name: sum(p.numel() for p in shapes.named(name, 64).model().parameters()) for name in shapes.NAMED}
     assert sizes == {
         "llama-2-7b": 6_738_415_616,
+        "llama-2-13b": 13_015_864_320,
+        "llama-2-70b": 68_976_648_192,
+        "llama-34b": 33_743_970_304,
         "llama-8b": 8_030_261_248,
         "llama-70b": 70_553_706_496,
         "llama-405b": 405_853_388_800,
@@ -264,7 +267,7 @@ def test_any_number_of_ranks_and_no_group() -> None:
         ([f"{__name__}:cannot_be_built"], "cannot be built on the meta device: RuntimeError: no such file"),
         (["nowhere.toml"], "cannot read the config file"),
         (["nowhere.json"], "cannot read it"),
-        ([f"{__name__}:program", "--hardware", "h101"], "nearest valid: h100-80g"),
+        ([f"{__name__}:program", "--hardware", "h101"], "nearest valid: h100-"),
         ([f"{__name__}:program", "--ranks", "4", "--replicas", "3"], "expected a number that divides the 4 ranks"),
         ([f"{__name__}:program", "--ranks", "0"], "--ranks 0: expected a number above 0"),
         ([f"{__name__}:program", "--host-budget", "0"], "--host-budget 0: expected a number above 0"),

@@ -11,18 +11,21 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed import multi_threaded_pg as threaded
 
 from fullshard import Parallelism, Program, prepare_fully_shard
 from fullshard.engine.root import module_units
-from fullshard.migrate.declared import parallelize_by
+from fullshard.extras.experts import Experts
+from fullshard.migrate.declared import noted_by
 from fullshard.plan import Plan, Strategy, find_hardware
 from fullshard.plan.facts import describe
 from fullshard.plan.result import plan_of
 from fullshard.plan.spans import steps_of
-from tests.harness.axes import batch, loss
+from fullshard.plan.tape import note
+from tests.harness.axes import batch
 from tests.harness.models import adamw
 
 
@@ -43,10 +46,18 @@ class AxisCounter:
         del _here.counter
 
     def note(self, group: Any, kind: str, data: Any) -> None:
-        axis = self.axes[tuple(dist.get_process_group_ranks(group))]
-        whole = data if kind == "AllReduce" else data[0] if kind == "AllGather" else data[1]
+        ranks = tuple(dist.get_process_group_ranks(group))
+        axis, nbytes = self.axes[ranks], 0
+        if kind == "AllToAllBase" and axis in ("cp", "ep"):
+            # What leaves this rank, and where tokens come from, by their places.
+            _, pieces, _, leaving = data
+            own, each = ranks.index(dist.get_rank()), len(pieces) // len(ranks)
+            nbytes = pieces.nbytes - (leaving[own] if leaving else each) * pieces.itemsize
+        else:
+            whole = data if kind == "AllReduce" else data[0] if kind == "AllGather" else data[1]
+            nbytes = sum(tensor.nbytes for tensor in _tensors(whole))
         self.counts[axis, kind] += 1
-        self.nbytes[axis, kind] += sum(tensor.nbytes for tensor in _tensors(whole))
+        self.nbytes[axis, kind] += nbytes
 
 
 _here = threading.local()
@@ -98,12 +109,20 @@ def counted(rank: int, make: Callable[[], nn.Module], plan: Any, config: Any = N
     model = make()
     optimizer = adamw((p for p in model.parameters() if p.requires_grad), watched=False)
     prepared = prepare_fully_shard(model, optimizer, config, parallelism=plan, show=False)
-    names = ("dp_replicate", "dp_shard", "tp")
-    counter = AxisCounter({name: prepared.axes.group(rank, name) for name in names})
+    axes = prepared.axes
+    groups = {name: axes.group(rank, name) for name in ("dp_replicate", "tp", "cp")}
+    groups["dp_shard"] = axes.group(rank, "dp_shard", "cp")
+    experts = next((m for m in model.modules() if isinstance(m, Experts)), None)
+    if experts is not None and isinstance(experts.gate, DTensor):
+        mesh = experts.gate.device_mesh
+        groups |= {name: tuple(mesh[name].mesh.tolist()) for name in mesh.mesh_dim_names or ()}
+    counter = AxisCounter(groups)
 
     def step(number: int) -> None:
-        with prepared.loss_context():
-            loss(model, batch(number, prepared.share[0])).backward()
+        with prepared.loss_context(), prepared.context() as cp:
+            tokens = batch(number, prepared.share[0])
+            inputs, targets = cp.split((tokens[:, :-1], tokens[:, 1:]))
+            loss_of_parts(model, (inputs, targets)).backward()
 
     for number in range(2):
         step(number)
@@ -121,6 +140,12 @@ def counted(rank: int, make: Callable[[], nn.Module], plan: Any, config: Any = N
     return Counted(shards, state, gradients, buffers, dict(counter.counts), dict(counter.nbytes))
 
 
+def loss_of_parts(model: nn.Module, parts: tuple[Tensor, Tensor]) -> Tensor:
+    inputs, targets = parts
+    logits: Tensor = model(inputs)
+    return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+
+
 def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
@@ -129,8 +154,14 @@ def planned_step(make: Callable[[], nn.Module], plan: Parallelism, world: int, *
     """The plan of that step, on a CPU whose ranks send with the backend "threaded"."""
     axes = plan.on(world)
 
-    program = Program(make, loss, lambda index: batch(index, 0), parallelize=parallelize_by(plan))
-    model = describe(program, "model", tensor=axes.tp)
+    def part(index: int) -> tuple[Tensor, Tensor]:
+        tokens = batch(index, 0)
+        here = (tokens.shape[1] - 1) // axes.cp
+        return tokens[:, :here], tokens[:, 1 : here + 1]
+
+    program = Program(make, loss_of_parts, part, parallelize=noted_by(plan, axes.shards * axes.tp, note))
+    model = describe(program, "model", tensor=axes.tp, shared=axes.cp > 1 or axes.ep > 1)
     hardware = replace(find_hardware("cpu"), backend="threaded")
-    strategy = Strategy(world, axes.dp_replicate, tensor=axes.tp, backend="threaded", **dials)
+    sizes = {"tensor": axes.tp, "context": axes.cp, "experts": axes.ep}
+    strategy = Strategy(world, axes.dp_replicate, backend="threaded", **sizes, **dials)
     return plan_of(model, steps_of(model, strategy.recompute), strategy, hardware)

@@ -423,3 +423,26 @@ def test_experts_of_each_stage_are_divided() -> None:
     make = partial(hugging_face, "Mixtral", num_local_experts=4, num_experts_per_tok=2)
     printed = "\n".join(check(4, make, {**TWO, "expert_parallel_degree": 2}))
     assert "experts: divided over 2 ranks" in printed and "stage 1: model.layers.1 to lm_head" in printed
+
+
+def forgetting(rank: int) -> str:
+    """The ranks of the second stage divide gradients of their experts by the ranks that hold them."""
+    model = llama(experts=4, experts_per_token=2)
+    plan = {**TWO, "expert_parallel_degree": 2}
+    prepared = prepare_fully_shard(model, parallelism=plan, loss_fn=loss_fn, show=False)
+    x, y = batch(0, prepared.share[0])
+    prepared.step(x, target=y)
+    if rank > 1:
+        prepared.pipeline.stages[1].layers[1].ffn.experts.set_gradient_divide_factor(1.0)  # type: ignore[union-attr]
+    try:
+        prepared.step(x, target=y)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def test_a_divisor_that_a_stage_forgot_names_it() -> None:
+    told = pool(4).run(forgetting, timeout=TIMEOUT)
+    for rank, error in enumerate(told):
+        own = r"RuntimeError: ep: expected the gradients of layers\.1\.ffn\.experts to be divided by 2, the ranks of"
+        assert re.match(own if rank > 1 else "RuntimeError: pp: expected a batch on each", error, re.DOTALL), error

@@ -54,6 +54,66 @@ def test_a_planted_fault_is_found(program: str, strategy: str, phase: str, name:
     assert found is not None and found.phase == phase and found.name.endswith(name)
 
 
+SEQUENCES = "tests.harness.verified_sequences:"
+
+
+@pytest.mark.hang_after(300)
+@pytest.mark.parametrize(
+    ("program", "strategy", "world"),
+    [
+        ("sequences", "zero3+cp=2", 2),
+        pytest.param("sequences", "zero2+micro=2+cp=2", 4, marks=pytest.mark.slow),
+        pytest.param("sequences", "zero3+recompute+tp=2+cp=2", 4, marks=pytest.mark.slow),
+        ("of_experts", "zero3+ep=2", 2),
+        pytest.param("of_experts", "zero3+hsdp=2+ep=2", 4, marks=pytest.mark.slow),
+        pytest.param("of_experts", "zero3+cp=2+ep=4", 4, marks=pytest.mark.slow),
+    ],
+)
+def test_sequences_and_experts_are_equal_to_one_process(
+    program: str, strategy: str, world: int, tmp_path: Path
+) -> None:
+    """Losses, gradients, parameters, optimizer state, and the norm by which clipping divides."""
+    setting = record(tmp_path, strategy, world, entry=SEQUENCES + program, exercises=("clipping",))
+    result = compare(tmp_path, setting)
+    assert result.verdict == "equal", result.difference
+    assert result.compared > 100
+
+
+@pytest.mark.hang_after(300)
+@pytest.mark.parametrize(
+    ("program", "strategy", "phase", "name"),
+    [
+        ("without_positions", "zero3+cp=2", "forward", "loss"),
+        pytest.param("own_mean", "zero3+cp=2", "forward", "loss", marks=pytest.mark.slow),
+    ],
+)
+def test_a_planted_fault_of_sequences_is_found(
+    program: str, strategy: str, phase: str, name: str, tmp_path: Path
+) -> None:
+    result = compare(tmp_path, record(tmp_path, strategy, 2, entry=SEQUENCES + program, steps=1))
+    found = result.difference
+    assert found is not None and found.phase == phase and name in found.name, found
+
+
+@pytest.mark.slow
+@pytest.mark.hang_after(300)
+@pytest.mark.parametrize(
+    ("program", "strategy", "said"),
+    [
+        (
+            "cp_left_out",
+            "zero3+cp=2",
+            "cp: expected the parameters of .* on the 4 ranks over which gradients are averaged",
+        ),
+        ("other_data", "zero3+cp=2", "over cp: expected the same sequences on all ranks that share them"),
+        ("forgotten_divisor", "zero3+ep=2", "ep: expected the gradients of .* to be divided by 4, the ranks of the"),
+    ],
+)
+def test_a_relation_that_is_broken_names_its_axis(program: str, strategy: str, said: str, tmp_path: Path) -> None:
+    with pytest.raises(RanksFailed, match=said):
+        record(tmp_path, strategy, 4, entry=SEQUENCES + program, steps=1)
+
+
 @pytest.mark.slow
 @pytest.mark.hang_after(300)
 @pytest.mark.parametrize("program", ["other_data", "other_data_by_hand"])
@@ -63,7 +123,7 @@ def test_ranks_of_tp_with_different_data_are_named(program: str, tmp_path: Path)
 
 
 def test_words() -> None:
-    for text in ("zero3+tp=2+sp", "zero3+hsdp=2+tp=2+sp+lp"):
+    for text in ("zero3+tp=2+sp", "zero3+hsdp=2+tp=2+sp+lp", "zero3+cp=2", "zero3+cp=2+ep=4"):
         assert str(parse_strategy(text)) == text
     with pytest.raises(ValueError, match="expected tp=N beside sp and lp"):
         parse_strategy("zero3+sp")
@@ -71,6 +131,7 @@ def test_words() -> None:
 
 def test_the_degrees_of_a_config() -> None:
     assert _declared(str(EXAMPLE)) == ["zero3+hsdp=2+tp=2+sp"] and _declared("verify_me:program") == []
+    assert _declared(str(EXAMPLE.with_name("train_moe.toml"))) == ["zero3+ep=2"]
 
 
 @pytest.mark.parametrize(
@@ -78,6 +139,8 @@ def test_the_degrees_of_a_config() -> None:
     [
         ("declared", "zero3+tp=4", "must divide the key and value heads, 2; nearest legal plan"),
         ("other_data_by_hand", "zero3+tp=2+sp", "found a division of its own; leave the words"),
+        ("declared", "zero3+ep=2", "expert_parallel_degree = 2: expected experts in Llama, found none"),
+        ("declared", "zero3+cp=4", "context_parallel_degree"),
     ],
 )
 def test_what_cannot_be_divided_is_said_before_processes_start(program: str, strategy: str, said: str) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from fullshard.plan import Planner, Strategy, find_hardware, plan_of, rough, units_of
+from fullshard.plan import Plan, Planner, Strategy, find_hardware, plan_of, rough, units_of
 from fullshard.plan.account import KINDS, Bytes, Simulated, Traffic
 from fullshard.plan.clock import AXES, Clock
 from fullshard.plan.description import OUTSIDE, Kind, Line, Model, Parameter, Tape, UnitShape
@@ -44,6 +44,12 @@ PLAIN = replace(
     reserved=0.0,
     fragmentation=0.0,
     contention=0.0,
+    time_error=0.0,
+    memory_error=0.0,
+    margin=0.0,
+    reserving=0.0,
+    fused=1.0,
+    float8=0.0,
 )
 
 
@@ -367,13 +373,42 @@ def test_a_device_waits_for_a_slow_host() -> None:
     assert clock.now == 5
 
 
-def test_a_ring_between_nodes_has_the_bandwidth_of_its_slowest_link() -> None:
-    hardware = replace(PLAIN, node=8, intra_node=100.0, inter_node=10.0, latency=1.0, hop=0.5)
-    assert hardware.ring(8, 1) == (100, 1)
-    assert hardware.ring(32, 1) == (10, 1 + 4 * 0.5)
-    # Replicas of groups of eight: one in each node.
-    assert hardware.ring(4, 8) == (10, 1 + 4 * 0.5)
-    assert hardware.ring(2, 4) == (100, 1)
+NODES = replace(PLAIN, node=8, intra_node=100.0, inter_node=10.0, latency=1.0, hop=0.5)
+
+
+def test_a_ring_between_nodes_has_the_nics_of_all_devices_that_it_passes() -> None:
+    around = 1 + 4 * 0.5
+    assert NODES.collective("all-gather", 8, 1, 800) == 700 / 100 + 1
+    # Four nodes of eight: eight NICs of 10, and no more than inside of a node.
+    assert NODES.collective("reduce-scatter", 32, 1, 3200) == 3100 / 80 + around
+    assert replace(NODES, intra_node=30.0).collective("all-gather", 32, 1, 3200) == 3100 / 30 + around
+    # Replicas of groups of eight: one in each node, and seven other groups beside it on the other NICs.
+    assert NODES.collective("all-gather", 4, 8, 400) == 300 / 10 + around
+    assert NODES.collective("all-gather", 2, 4, 200) == 100 / 100 + 1
+
+
+def test_an_all_reduce_goes_around_twice_or_up_and_down_a_tree() -> None:
+    assert NODES.collective("all-reduce", 32, 1, 3200) == 2 * 3100 / 80 + 2 * (1 + 2 * 0.5)
+    assert NODES.collective("all-reduce", 8, 1, 800) == 2 * 700 / 100 + 2
+
+
+def test_an_all_to_all_sends_by_the_own_nic_what_leaves_the_node() -> None:
+    assert NODES.collective("all-to-all", 32, 1, 3200) == 2400 / 10 + 1 + 4 * 0.5
+    assert NODES.collective("all-to-all", 8, 1, 800) == 700 / 100 + 1
+
+
+def test_bus_bandwidths_of_the_profiles_are_within_those_that_were_published() -> None:
+    for name in ("h100-80g", "a100-80g"):
+        hardware = PROFILES[name]
+        seconds = hardware.collective("all-reduce", 256, 1, 8e9)
+        bus = 2 * 8e9 * 255 / 256 / seconds / 1e9
+        assert (200 <= bus <= 340) if name == "h100-80g" else bus < 8 * 25
+
+
+def test_replicas_of_nodes_send_as_much_between_nodes_as_one_group_of_all() -> None:
+    """An all-reduce of an eighth over each NIC takes as long as the same bytes over all."""
+    alone, shared = (NODES.collective("all-reduce", 4, stride, nbytes) for stride, nbytes in ((8, 1e4), (8, 8e4)))
+    assert alone < shared and NODES.collective("all-reduce", 32, 1, 8e4) < 1.5 * shared
 
 
 def test_prefetch_hides_gathers_and_none_does_not() -> None:
@@ -647,3 +682,104 @@ def _moments(found: Simulated) -> Sequence[tuple[float, ...]]:
 
 def test_spans_are_values() -> None:
     assert Span(None, Work(), 1.0, 0.0) == Span(None, Work(), 1.0, 0.0)
+
+
+# ---- margins, placement, the fewest ranks ----------------------------------------------------------------------------
+
+
+def test_a_plan_fits_with_its_margin_and_says_what_is_spare() -> None:
+    model, sure = _model(), plan_of(_model(), steps_of(_model()), Strategy(ranks=2), PLAIN)
+    needed = sure.peak_nbytes
+    hardware = replace(PLAIN, margin=0.05, memory_error=0.15, time_error=0.2)
+
+    def plan(budget: float) -> Plan:
+        return plan_of(model, steps_of(model), Strategy(ranks=2), hardware, budget=budget)
+
+    near, enough = plan(needed * 1.04), plan(needed * 1.06)
+    assert not near.fits and enough.fits and sure.fits
+    assert "to spare are less than the margin of 5%" in table(near)
+    assert f"fits, with {gigabytes(enough.spare_nbytes)} to spare, margin 5%; error of such plans 15%" in table(enough)
+    assert "error of such plans 20%" in table(enough) and "error of" not in table(sure)
+    found = enough.as_json()
+    assert found["spare_bytes"] == int(enough.budget - needed) and found["margin_bytes"] == int(0.05 * needed)
+    # Reserved memory is more than what is in use, as long as there is room.
+    roomy = replace(hardware, reserving=0.2)
+    used = enough.simulated.peak.total
+    found = [
+        plan_of(model, steps_of(model), Strategy(ranks=2), roomy, budget=b).allocator_nbytes for b in (1e9, 1.1 * used)
+    ]
+    assert found == [1.2 * used, 1.1 * used]
+
+
+def _uneven() -> Planner:
+    """Four blocks whose rows eight ranks do not share evenly; their columns they do."""
+
+    def described(samples: int, sequence: int | None, compute: str, alone: bool, recompute: object) -> Model:
+        model = _model(samples, depth=4)
+        wide = tuple(
+            replace(u, parameters=tuple(replace(p, shape=(129, 4096)) for p in u.parameters)) for u in model.units
+        )
+        return replace(model, units=wide)
+
+    return Planner(described, PLAIN, budget=1e9)
+
+
+def test_the_search_tries_the_placement_that_the_line_about_padding_recommends() -> None:
+    asked = Strategy(ranks=8)
+    plan = _uneven().plan(asked)
+    assert plan.curable and "Shard(1)" in plan.padding[0].cure
+    found = _uneven().search(asked)
+    even = [change for change in found if change.plan.strategy.even]
+    assert even and all("even placement" in change.says for change in even)
+    assert not any(change.plan.padding for change in even if change.plan.strategy.replicas == 1)
+    same = _uneven().plan(replace(asked, even=True))
+    assert same.peak_nbytes < plan.peak_nbytes and same.simulated.traffic["shard"].nbytes < (
+        plan.simulated.traffic["shard"].nbytes
+    )
+    assert not any(change.plan.strategy.even for change in _planner().search(asked))
+
+
+def test_the_fewest_ranks_are_no_power_of_two() -> None:
+    asked = Strategy(ranks=8, replicas=1)
+    planner = _planner()
+    budget = planner.plan(replace(asked, ranks=5)).peak_nbytes
+    tight = _planner(budget=budget)
+    found = tight.least_ranks(asked)
+    assert found is not None and found.strategy.ranks == 5
+    assert not tight.plan(replace(asked, ranks=4)).fits
+    assert _planner(budget=1000).least_ranks(asked) is None
+
+
+def test_shards_have_a_dtype_of_their_own() -> None:
+    model = _model()
+    wide, narrow = (
+        plan_of(model, steps_of(model), Strategy(ranks=2, compute="bfloat16", storage=s), PLAIN)
+        for s in ("", "bfloat16")
+    )
+    terms = [dict(zip(KINDS, plan.simulated.moments[0].nbytes, strict=True)) for plan in (wide, narrow)]
+    assert terms[1]["parameters"] == terms[0]["parameters"] / 2
+    assert narrow.as_json()["strategy"]["storage_dtype"] == "bfloat16"
+
+
+def test_compiled_units_write_less_and_products_in_float8_are_faster() -> None:
+    hardware = replace(
+        PLAIN, matmul=1.0, flops2=100.0, flops4=100.0, bandwidth=10.0, stream=1.0, fused=0.25, float8=2.0
+    )
+    work = Work(matmul=400.0, nbytes=40.0)
+    seconds = [
+        Clock(hardware, 2, compiled=compiled, float8=float8).seconds(work)
+        for compiled, float8 in ((False, False), (True, False), (True, True))
+    ]
+    assert seconds == [4 + 4, 4 + 1, 2 + 1]
+    model = _model()
+    moving = [line._replace(b=1e9) if line.name == "aten.gelu" else line for line in model.tape.lines]
+    model = replace(model, tape=replace(model.tape, lines=tuple(moving)))
+    plans = [plan_of(model, steps_of(model), Strategy(ranks=2, compiled=c), hardware) for c in (True, False)]
+    assert plans[0].seconds < plans[1].seconds / 2 and "compiled" in table(plans[0])
+    with pytest.raises(ValueError, match="float8: expected a device"):
+        plan_of(model, steps_of(model), Strategy(ranks=2, float8=True), replace(hardware, float8=0.0))
+
+
+def test_a_margin_is_not_more_than_the_error() -> None:
+    for hardware in PROFILES.values():
+        assert (hardware.margin > 0) == (hardware.backend == "nccl") and hardware.margin <= hardware.memory_error

@@ -12,11 +12,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
 import fullshard
 from fullshard import PeerFailed, RanksDisagree, step_on_owners
 from fullshard.comm import OwnerLine
 from fullshard.extras import matrices
+from fullshard.layout import newton_schulz_flops
 from tests.harness import tolerance
 from tests.harness.models import assert_same_training, collect, full_copy, seeded
 from tests.harness.threads import WORLD, run_ranks
@@ -148,9 +150,45 @@ def test_ranks_whose_optimizers_have_other_matrices_are_named() -> None:
             parameter.grad = torch.zeros_like(parameter)  # type: ignore[arg-type, union-attr]
         with pytest.raises(RanksDisagree, match="the same matrices") as caught:
             optimizer.step()
-        assert [text.split(" ")[0] for text in caught.value.by_rank.values()] == ["2", "1"]
+        zero, one = caught.value.by_rank.values()
+        assert zero == "2 matrices, down.weight (6, 9) with 4, 4 bytes per element of gradient, parameter and state"
+        assert one == "1 matrices, none of its own"
 
     run_ranks(2, job)
+
+
+def test_matrices_leave_out_vocabularies_by_rule() -> None:
+    """Weights of embeddings, heads tied to them, and what has the size of a vocabulary; stacks of experts by their
+    matrices alone."""
+
+    class Language(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.tokens, self.bag = nn.Embedding(50, 8), nn.EmbeddingBag(7, 8)
+            self.inner, self.norm = nn.Linear(8, 16), nn.LayerNorm(16)
+            self.tied = nn.Linear(8, 50, bias=False)
+            self.tied.weight = self.tokens.weight
+            self.large, self.below = nn.Linear(8, 32_768), nn.Linear(32_767, 8)
+            self.experts = nn.Parameter(torch.zeros(40_000, 2, 3))  # many, each of them small
+            self.vocabularies = nn.Parameter(torch.zeros(2, 3, 32_768))
+            self.frozen = nn.Linear(8, 8).requires_grad_(False)
+
+    with torch.device("meta"):
+        model = Language()
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    assert [names[id(p)] for p in matrices(model)] == ["experts", "inner.weight", "below.weight"]
+    rest = {names[id(p)] for p in matrices(model, rest=True)}
+    assert rest == set(names.values()) - {"experts", "inner.weight", "below.weight", "frozen.weight", "frozen.bias"}
+
+
+@pytest.mark.parametrize("shape", [(24, 40), (40, 24), (17, 17), (1, 50), (50, 1)])
+def test_the_cost_of_a_matrix_is_what_torch_counts_in_muon_s_step(shape: tuple[int, int]) -> None:
+    parameter = nn.Parameter(torch.ones(shape))
+    parameter.grad = torch.ones(shape)
+    optimizer = torch.optim.Muon([parameter], lr=0.1)
+    with FlopCounterMode(display=False) as counted:
+        optimizer.step()
+    assert counted.get_total_flops() == newton_schulz_flops(shape)
 
 
 def test_what_is_refused() -> None:

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from fullshard.migrate.parallelism import Parallelism
 
-_NAMES = ("tensor_parallel", "context_parallel", "no_sequence_parallel", "loss_parallel")
+_NAMES = ("tensor_parallel", "context_parallel", "expert_parallel", "no_sequence_parallel", "loss_parallel")
 
 
 def add_axes(command: Any, *, context: bool = False) -> None:
-    """Add the options to the parser of a command. `context`: also that of context parallelism."""
+    """Add the options to the parser of a command. `context`: also those of context and expert parallelism."""
     command.add_argument("--tensor-parallel", type=int, metavar="N", help="ranks that share each layer (default: 1)")
     command.add_argument(
         "--no-sequence-parallel", action="store_true", help="between these layers each rank has all tokens"
@@ -24,6 +24,9 @@ def add_axes(command: Any, *, context: bool = False) -> None:
         command.add_argument(
             "--context-parallel", type=int, metavar="N", help="ranks that share each sequence (default: 1)"
         )
+        command.add_argument(
+            "--expert-parallel", type=int, metavar="N", help="ranks that have different experts (default: 1)"
+        )
 
 
 def parallelism_of(arguments: argparse.Namespace) -> Parallelism:
@@ -33,6 +36,7 @@ def parallelism_of(arguments: argparse.Namespace) -> Parallelism:
     return Parallelism(
         tensor_parallel_degree=arguments.tensor_parallel or 1,
         context_parallel_degree=getattr(arguments, "context_parallel", None) or 1,
+        expert_parallel_degree=getattr(arguments, "expert_parallel", None) or 1,
         data_parallel_replicate_degree=arguments.replicas or 1,
         enable_sequence_parallel=False if arguments.no_sequence_parallel else "auto",
         enable_loss_parallel=arguments.loss_parallel,

@@ -63,6 +63,9 @@ def add_command(commands: Any) -> None:
     plan.add_argument(
         "--recompute", choices=("none", "selective", "alternate", "whole"), help="activations (default: none)"
     )
+    plan.add_argument("--storage-dtype", metavar="DTYPE", help="of shards and optimizer state (default: the model's)")
+    plan.add_argument("--compile", action="store_true", help="units and loss are compiled: times with fused operations")
+    plan.add_argument("--float8", action="store_true", help="linear layers in float8: their times")
     plan.add_argument("--param-dtype", metavar="DTYPE", help="of computation (default: bfloat16; on a CPU as stored)")
     plan.add_argument(
         "--keep-float32",
@@ -110,6 +113,7 @@ def _run(arguments: argparse.Namespace) -> int:
         "replicas",
         "tensor_parallel",
         "context_parallel",
+        "expert_parallel",
         "batch",
         "micro",
         "sequence",
@@ -136,7 +140,7 @@ def _run(arguments: argparse.Namespace) -> int:
         if sequence not in made:
             made[sequence] = programs(sequence)
         sizes: dict[str, Any] = {"samples": samples, "compute": compute, "alone": alone, "keep_float32": keep}
-        sizes["tensor"] = strategy.tensor
+        sizes |= {"tensor": strategy.tensor, "shared": strategy.context > 1 or strategy.experts > 1}
         sizes["on_cpu"] = hardware.blocking
         return describe(made[sequence], arguments.source, recompute=recompute, **sizes)
 
@@ -194,7 +198,7 @@ def _rough(planner: Planner, strategy: Strategy) -> list[str]:
     """The guide's example by its rule, then this model by the same rule."""
     from fullshard.plan import rough
 
-    model = planner.model(strategy.micro, strategy.compute)
+    model = planner.model(strategy.micro, strategy.computed)
     samples, length = strategy.micro * strategy.accumulate, model.tokens // model.samples
     found = rough.rough_of(model.numel, strategy.ranks, samples, length)
     lines = [
@@ -210,19 +214,14 @@ def _rough(planner: Planner, strategy: Strategy) -> list[str]:
 def _enough(planner: Planner, strategy: Strategy) -> str:
     """Finds from how many ranks on it fits by the ledger, with whole recomputation and one sample at a time."""
     samples = strategy.micro * strategy.accumulate
-    ranks = strategy.ranks
-    while ranks <= 1 << 20:
-        changed = replace(
-            strategy, ranks=ranks, recompute="whole", micro=1, accumulate=samples, send_each=True, reshard=True
-        )
-        plan = planner.estimate(changed)
-        if plan.fits:
-            gigabytes = plan.peak_nbytes / 1e9
-            return (
-                f"the ledger: {samples} samples, one at a time, recomputed: fits on {ranks} devices, {gigabytes:.1f} GB"
-            )
-        ranks *= 2
-    return "the ledger: it fits on no number of devices"
+    changed = replace(strategy, recompute="whole", micro=1, accumulate=samples, send_each=True, reshard=True)
+    plan = planner.least_ranks(changed)
+    if plan is None:
+        return "the ledger: it fits on no number of devices"
+    return (
+        f"the ledger: {samples} samples, one at a time, recomputed: fits on {plan.strategy.ranks} devices and on no "
+        f"fewer, {plan.peak_nbytes / 1e9:.1f} GB"
+    )
 
 
 def _source(arguments: argparse.Namespace, backend: str) -> tuple[Callable[[int | None], Program], Strategy, list[str]]:
@@ -243,7 +242,7 @@ def _source(arguments: argparse.Namespace, backend: str) -> tuple[Callable[[int 
         if arguments.replicas is not None:
             config = config.with_replicas(arguments.replicas)
         config.check_world(arguments.ranks)
-        programs, strategy = programs_of(config), strategy_of(config, arguments.ranks, backend)
+        programs, strategy = programs_of(config, arguments.ranks), strategy_of(config, arguments.ranks, backend)
         about = _about(programs(None), config.sharding.parallel, arguments.ranks, config.training.sequence_length)
         return programs, _with_dials(strategy, arguments), about
     if source in shapes.NAMED:
@@ -265,7 +264,7 @@ def _source(arguments: argparse.Namespace, backend: str) -> tuple[Callable[[int 
         )
     plan = parallelism_of(arguments)
     own = ":" in source and found.parallelize is not None
-    programs, length = _divided(programs, plan, arguments.sequence)
+    programs, length = _divided(programs, plan, arguments.ranks, arguments.sequence)
     length = 0 if ":" in source else length  # its model may get a part of the batch
     about = _about(programs(length or None), plan, arguments.ranks, length, own=own)
     strategy = Strategy(
@@ -273,6 +272,7 @@ def _source(arguments: argparse.Namespace, backend: str) -> tuple[Callable[[int 
         backend=backend,
         tensor=plan.tensor_parallel_degree,
         context=plan.context_parallel_degree,
+        experts=plan.expert_parallel_degree,
         replicas=plan.data_parallel_replicate_degree,
         micro=samples_of(found.batch(0)) if ":" in source else 1,
     )
@@ -282,21 +282,23 @@ def _source(arguments: argparse.Namespace, backend: str) -> tuple[Callable[[int 
 
 
 def _divided(
-    programs: Callable[[int | None], Program], plan: Parallelism, sequence: int | None
+    programs: Callable[[int | None], Program], plan: Parallelism, ranks: int, sequence: int | None
 ) -> tuple[Callable[[int | None], Program], int]:
-    """The programs of one rank along `tp` and `cp`; and the tokens of a whole sequence, 0 if a batch does not say."""
-    from fullshard.migrate.declared import parallelize_by
-    from fullshard.plan.tape import tensors_in
+    """The programs of one rank along `tp`, `cp` and `ep`; and the tokens of a whole sequence, 0 if a batch does not
+    say."""
+    from fullshard.migrate.declared import noted_by
+    from fullshard.plan.tape import note, tensors_in
 
-    if plan.tensor_parallel_degree == plan.context_parallel_degree == 1:
+    if not plan.beyond_data:
         return programs, sequence or 0
+    shared = ranks // plan.data_parallel_replicate_degree
     first = next(tensors_in([programs(sequence).batch(0)]), None)
     whole = int(first.shape[1]) if first is not None and first.ndim == 2 else 0
 
     def made(length: int | None) -> Program:
         length = length or (whole if plan.context_parallel_degree > 1 else None)
         program = programs(length and length // plan.context_parallel_degree)
-        return program if program.parallelize else replace(program, parallelize=parallelize_by(plan))
+        return program if program.parallelize else replace(program, parallelize=noted_by(plan, shared, note))
 
     return made, whole
 
@@ -309,7 +311,7 @@ def _about(program: Program, plan: Parallelism, ranks: int, sequence: int, *, ow
     from fullshard.migrate.declared import declare
     from fullshard.program import ProgramError
 
-    if plan.tensor_parallel_degree == plan.context_parallel_degree == 1:
+    if not plan.beyond_data:
         return []
     if own:
         return [*plan.on(ranks).lines(), "layers: as `parallelize` of the program divides them"]
@@ -318,10 +320,7 @@ def _about(program: Program, plan: Parallelism, ranks: int, sequence: int, *, ow
             model = program.model()
     except Exception as error:
         raise ProgramError(f"the model cannot be built on the meta device: {type(error).__name__}: {error}") from error
-    lines = [*declare(model, plan, ranks, sequence=sequence).lines()]
-    if plan.context_parallel_degree > 1:
-        lines.append("attention over cp: its messages, and the parts of other ranks that it holds, are not counted")
-    return lines
+    return [*declare(model, plan, ranks, sequence=sequence).lines()]
 
 
 def _with_dials(strategy: Strategy, arguments: argparse.Namespace) -> Strategy:
@@ -343,10 +342,15 @@ def _with_dials(strategy: Strategy, arguments: argparse.Namespace) -> Strategy:
             changes[name] = value
     if arguments.recompute is not None and strategy.hosts_activations:
         changes["recompute"] = on_host(arguments.recompute)
-    for name, value in (("compute", arguments.param_dtype), ("reduce", arguments.reduce_dtype)):
+    for name, value in (
+        ("compute", arguments.param_dtype),
+        ("reduce", arguments.reduce_dtype),
+        ("storage", arguments.storage_dtype),
+    ):
         if value is not None:
             changes[name] = _dtype(value)
     strategy = replace(strategy, offload=arguments.offload or strategy.offload, **changes)
+    strategy = replace(strategy, compiled=arguments.compile, float8=arguments.float8)
     if arguments.offload_activations:
         strategy = strategy.with_activations(hosted=True)
     return strategy

@@ -22,6 +22,8 @@ A strategy is made of words with + between them:
   zero3 zero2 zero3=N     parameters are freed after each forward, or not, or N ranks keep them together
   hsdp=N tp=N             N replicas; tensor parallelism over N ranks, by the program's `parallelize` or the model's own
                           styles; sp, lp beside it: with sequence parallelism, with the loss of logits that stay cut
+  cp=N ep=N               sequences cut over N ranks: batches are tensors, or a mapping, with tokens along their second
+                          dim, and with the positions that the model needs; experts divided over N ranks
   bf16 fp16               computed with in that dtype, reduced in float32; fp16 with a scaled loss
   pure                    beside them: reduced in that dtype, too
   norms                   beside them: torch's norms compute in the dtype of their parameters
@@ -110,8 +112,15 @@ def _declared(program: str) -> list[str]:
     except ConfigError as error:
         raise ProgramError(str(error)) from error
     keys, copies = sharding.parallelism, sharding.sharding.data_parallel_replicate_degree
-    if keys.tensor_parallel_degree == 1:
+    degrees = {
+        "hsdp": copies,
+        "tp": keys.tensor_parallel_degree,
+        "cp": keys.context_parallel_degree,
+        "ep": keys.expert_parallel_degree,
+    }
+    if all(size == 1 for name, size in degrees.items() if name != "hsdp"):
         return []
-    words = ["zero3", *[f"hsdp={copies}"] * (copies > 1), f"tp={keys.tensor_parallel_degree}"]
-    words += ["sp"] * (keys.enable_sequence_parallel is not False) + ["lp"] * keys.enable_loss_parallel
+    words = ["zero3", *[f"{name}={size}" for name, size in degrees.items() if size > 1]]
+    if keys.tensor_parallel_degree > 1:
+        words += ["sp"] * (keys.enable_sequence_parallel is not False) + ["lp"] * keys.enable_loss_parallel
     return ["+".join(words)]

@@ -74,8 +74,9 @@ class ExpertLine:
 
     # ---- experts ---------------------------------------------------------------------------------------------
 
-    def route(self, counts: Tensor, facts: str) -> TokenRoute:
-        """Exchange the numbers of rows: `counts` (experts,), int64, of this rank's for each expert of all.
+    def route(self, counts: Tensor, facts: str, rows: int = 0) -> TokenRoute:
+        """Exchange the numbers of rows: `counts` (experts,), int64, of this rank's for each expert of all; together
+        they are `rows`.
 
         Waits for the device, because the sizes of messages are decided on the host. With the numbers travels a digest
         of `facts`, which are to be equal; raises `RanksDisagree` on all ranks that divide these experts otherwise.
@@ -92,11 +93,11 @@ class ExpertLine:
             self._exchange(line, arriving, leaving, "counts")
         if self._sends_nothing(self._experts):
             arriving.copy_(leaving)
-        rows = arriving.tolist()
-        if any(row[here] != digest for row in rows):
+        found = arriving.tolist()
+        if any(row[here] != digest for row in found):
             self._disagree(facts)
         return TokenRoute(
-            counts.view(self.world, here).sum(1).tolist(), [sum(row[:-1]) for row in rows], [r[:-1] for r in rows]
+            counts.view(self.world, here).sum(1).tolist(), [sum(row[:-1]) for row in found], [r[:-1] for r in found]
         )
 
     def exchange(self, rows: Tensor, route: TokenRoute) -> Tensor:

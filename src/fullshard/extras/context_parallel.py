@@ -124,13 +124,15 @@ class ContextParallel:
         *,
         data: DeviceMesh | None = None,
         token_means: bool = False,
+        line: SequenceLine | None = None,
     ) -> None:
         """`mesh`: None without an axis over which sequences are cut: batches stay whole, and attention is torch's.
         `data`: the mesh of the parameters; None: `mesh`. `token_means`: a cross entropy inside is the mean over the
-        tokens of the whole sequences."""
+        tokens of the whole sequences. `line`: what messages go over; None: that of `mesh`."""
         self.mesh, self.variant, self.data = mesh, variant, mesh if data is None else data
         self._split, self._buffers = split, buffers
-        self._line = SequenceLine(mesh, split)
+        self._line = SequenceLine(mesh, split) if line is None else line
+        self._is_cut = mesh is not None or line is not None
         self._batch = Batch()
         # Whether the model's loss is that of the next token, so that `labels` of a mapping are shifted.
         self.shifts_labels = True
@@ -188,7 +190,7 @@ class ContextParallel:
                 with torch.no_grad():
                     cut = self._cut(buffer.tensor, buffer.dim).clone()
                     buffer.tensor.resize_(cut.shape).copy_(cut)
-            if self.mesh is not None:
+            if self._is_cut:
                 stack.enter_context(self._calls)
             self._compared.clear()
             self._attended = 0

@@ -50,21 +50,25 @@ def routed(
     order = index.reshape(-1).argsort(stable=True)
     back = _inverse(order)
     rows = _taken(tokens, order, back, each)
-    if tokens.is_meta:  # shapes alone: as many for each
+    if tokens.is_meta and line is None:  # shapes alone: as many for each
         rows = compute(rows, [len(rows) // experts + (e < len(rows) % experts) for e in range(experts)])
     elif line is None:
         rows = compute(rows, torch.bincount(index.reshape(-1), minlength=experts).tolist())
     else:
-        counts = torch.bincount(index.reshape(-1), minlength=experts)
+        # Of the meta device a plan knows shapes alone.
+        flat = index.reshape(-1)
+        counts = flat.new_empty(experts) if flat.is_meta else torch.bincount(flat, minlength=experts)
         dtype = str(tokens.dtype).removeprefix("torch.")
-        route = line.route(counts, f"{experts} experts, {each} for each token, width {tokens.shape[1]}, {dtype}")
+        facts = f"{experts} experts, {each} for each token, width {tokens.shape[1]}, {dtype}"
+        route = line.route(counts, facts, len(rows))
         rows = _exchanged(line, rows, route)
         # From the order of ranks to that of experts.
         here = torch.tensor(route.counts, device=rows.device)
-        number = torch.arange(here.shape[1], device=rows.device).repeat(len(here)).repeat_interleave(here.flatten())
+        number = torch.arange(here.shape[1], device=rows.device).repeat(len(here))
+        number = number.repeat_interleave(here.flatten(), output_size=sum(route.arriving))
         sort = number.argsort(stable=True)
         undo = _inverse(sort)
-        rows = compute(_taken(rows, sort, undo, 1), here.sum(0).tolist())
+        rows = compute(_taken(rows, sort, undo, 1), [sum(each) for each in zip(*route.counts, strict=True)])
         rows = _exchanged(line, _taken(rows, undo, sort, 1), route.back)
     rows = _taken(rows, back, order, 1).view(-1, each, tokens.shape[1])
     out = (rows * weights.unsqueeze(-1)).sum(1).to(tokens.dtype)

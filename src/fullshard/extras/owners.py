@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fnmatch
-import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -340,7 +339,7 @@ class OwnerSteps:
             with line.together(f"the plan of {type(optimizer).__name__}'s owners"):
                 text = f"{plan.matrices}"
                 if not line.same(text):
-                    told = {rank: _few(one) for rank, one in line.told("\n".join(map(str, plan.matrices))).items()}
+                    told = _apart(line.told("\n".join(map(_described, plan.matrices))))
                     raise RanksDisagree(
                         f"{type(optimizer).__name__}.step: expected the same matrices, with the same state, in the "
                         f"optimizer on all ranks, found {told}; build and load it in the same way on all ranks",
@@ -475,8 +474,16 @@ def _named(optimizer: Optimizer, known: Mapping[int, str]) -> dict[int, str]:
     return names
 
 
-def _few(text: str) -> str:
-    """The part of a plan that an error shows."""
-    lines = text.splitlines()
-    digest = hashlib.blake2s(text.encode(), digest_size=4).hexdigest()
-    return f"{len(lines)} matrices ({digest}): {lines[0] if lines else 'none'}"
+def _described(matrix: Matrix) -> str:
+    sizes = ", ".join(map(str, matrix.there))
+    return f"{matrix.title} {matrix.shape} with {sizes} bytes per element of gradient, parameter and state"
+
+
+def _apart(told: Mapping[int, str]) -> dict[int, str]:
+    """The lines of each rank that others have not, and how many matrices it has."""
+    lines = {rank: text.splitlines() for rank, text in told.items()}
+    common = set.intersection(*map(set, lines.values()))
+    # Where only the order differs, all of them.
+    apart = {rank: [line for line in own if line not in common] for rank, own in lines.items()}
+    apart = apart if any(apart.values()) else lines
+    return {rank: f"{len(lines[rank])} matrices, {first_few(apart[rank]) or 'none of its own'}" for rank in told}

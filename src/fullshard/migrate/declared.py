@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch.distributed.tensor.parallel import loss_parallel
 
 from ..keys import ConfigError
 from .axes import Axes
+from .noted import Note, experts_noted, sequences_noted
 from .parallelism import DEGREES, ModelShape, Parallelism
 from .tensor_parallel import Division, Replaced, apply_styles, divide, shape_for, shape_of
 from .tree import Tree
@@ -92,6 +93,28 @@ def refuse_others(plan: Parallelism, command: str, looked_at: tuple[str, ...] = 
             raise ConfigError(
                 f"parallelism.{name} = {getattr(plan, name)}: {command} does not know this axis yet; nearest valid: 1"
             )
+
+
+def noted_by(
+    plan: Parallelism, ranks: int, note: Note
+) -> Callable[[nn.Module, DeviceMesh], Callable[[], AbstractContextManager[Any]]]:
+    """`parallelize_by` for a model on the meta device, as the first rank has it along `cp` and `ep` too, of `ranks`
+    along `dp_shard`, `cp` and `tp`; `note` gets what is sent along these."""
+    divide_layers = parallelize_by(plan)
+
+    def parallelize(model: nn.Module, mesh: DeviceMesh) -> Callable[[], AbstractContextManager[Any]]:
+        sequence = plan.tensor_parallel_degree > 1 and divide(Tree(model), plan).sequence
+        experts_noted(model, plan, ranks, note, divided=sequence)
+        context = divide_layers(model, mesh) if plan.tensor_parallel_degree > 1 else nullcontext
+
+        @contextmanager
+        def both() -> Iterator[None]:
+            with sequences_noted(plan, note), context():
+                yield
+
+        return both
+
+    return parallelize
 
 
 def parallelize_by(plan: Parallelism) -> Callable[[nn.Module, DeviceMesh], Callable[[], AbstractContextManager[Any]]]:

@@ -33,7 +33,7 @@ from .wrapping import UnitPlan
 
 EXPERT_SHARDS = "efsdp"
 # The dim of each parameter along which `etp` cuts it, beside `ep` along dim 0.
-_CUT_BY_ETP = {"gate": 1, "up": 1, "down": 2}
+CUT_BY_ETP = {"gate": 1, "up": 1, "down": 2}
 
 
 @dataclass(frozen=True)
@@ -188,14 +188,14 @@ def apply_experts(
     for name in names:
         module: Any = tree.modules[name]
         if not isinstance(module, Experts):
-            module.__class__ = _above(type(module))  # type: ignore[arg-type]
+            module.__class__ = above(type(module))  # type: ignore[arg-type]
         tp = whole["tp"].get_group() if "tp" in (whole.mesh_dim_names or ()) else None
         module.line = ExpertLine(own.get_group(0), tp, experts.ranks, _device(whole), cut=own.ndim > 1, name=name)
         module.line.divided = divided
         for attribute, old in dict(module.named_parameters(recurse=False)).items():
             placements: list[Placement] = [Shard(0)]
             if own.ndim > 1:
-                placements.append(Shard(_CUT_BY_ETP[attribute]))
+                placements.append(Shard(CUT_BY_ETP[attribute]))
             value = distribute_tensor(old.detach(), own, placements, src_data_rank=None)
             new = nn.Parameter(value, requires_grad=old.requires_grad)
             new.__dict__.update(old.__dict__)
@@ -209,7 +209,7 @@ def _device(mesh: DeviceMesh) -> torch.device:
 
 
 @functools.cache
-def _above(kind: Any) -> type[nn.Module]:
+def above(kind: Any) -> type[nn.Module]:
     """The class of experts with our forward above its own; under its own name."""
     return type(kind.__name__, (FusedExperts, kind), {"__module__": kind.__module__, "__doc__": kind.__doc__})
 
@@ -227,10 +227,11 @@ def divide_gradients(modules: Iterable[nn.Module], axes: Axes) -> None:
 class Divisors:
     """The divisors of units whose parameters are on fewer ranks than those of a batch: experts."""
 
-    def __init__(self, model: nn.Module, axes: Axes) -> None:
+    def __init__(self, models: Iterable[nn.Module], axes: Axes) -> None:
+        """models: one, or the stages of a pipeline that this rank has."""
         self.axes = axes
         self.fewer: list[tuple[str, Unit, int]] = []
-        for name, module in model.named_modules():
+        for name, module in (each for model in models for each in model.named_modules()):
             unit = unit_of(module)
             for group in () if unit is None else unit.groups:
                 ranks = group.placing.mesh.size()
@@ -242,6 +243,12 @@ class Divisors:
         batch = self.axes.averaged
         for name, unit, ranks in self.fewer:
             found = unit.settings.controls.divide_factor or ranks
+            if found != batch and self.axes.cp > 1 and self.axes.ep == 1:
+                raise RuntimeError(
+                    f"cp: expected the parameters of {name} on the {batch} ranks over which gradients are averaged, "
+                    f"because those along cp have parts of the same sequences, found a mesh of {ranks} ranks; shard it "
+                    f"over dp_shard and cp as one axis, as prepare_fully_shard does"
+                )
             if found != batch:
                 raise RuntimeError(
                     f"ep: expected the gradients of {name} to be divided by {batch}, the ranks of the whole batch, "

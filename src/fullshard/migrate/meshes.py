@@ -37,6 +37,12 @@ def data_mesh(whole: DeviceMesh, axes: Axes) -> DeviceMesh:
     return found
 
 
+def folded(whole: DeviceMesh, axes: tuple[str, ...], name: str) -> DeviceMesh:
+    """The axes `axes` of `whole`, which are neighbours, as one of that name."""
+    found: DeviceMesh = flattened_axes(whole[axes], name)
+    return found
+
+
 def check_mesh(mesh: DeviceMesh, axes: Axes) -> Meshes:
     """`mesh`, which the caller passes to `prepare_fully_shard` beside a plan, if it is the data-parallel mesh of the
     plan. Raises `ConfigError` that names the axis which is not."""

@@ -307,6 +307,7 @@ def make_pipeline(
 ) -> Pipeline:
     """The pipeline of sharded `stages`, by number, whose boundaries are watched from now on."""
     count = len(split.parts)
+    relations.stages = tuple(stages.values())
     for number, stage in stages.items():
         Boundary(stage, number, count, split.parts[number]).install(stage)
     size = plan.pipeline_parallel_microbatch_size

@@ -95,6 +95,8 @@ class Relations:
         if sequences is not None and axes.cp > 1:
             sequences.on_split = self._split
         self.alike = 0
+        # Those of this rank in a pipeline.
+        self.stages: Sequence[nn.Module] = ()
         # Known after `fully_shard`, which comes before the first forward.
         self.divisors: Divisors | None = None
         self.handle = None if model is None else model.register_forward_pre_hook(self._before, with_kwargs=True)
@@ -107,16 +109,19 @@ class Relations:
     def compare_step(self, tensors: Sequence[Tensor], doing: str, problem: str) -> None:
         """Compare along `pp` and `tp` what a step of a pipeline begins with, and raise on all ranks if one of them has
         a `problem`. Sends 24 bytes over each of the two."""
+        wrong = "" if problem else self._wrong_divisor()
         if self.sends_nothing:
             if problem:
                 raise ValueError(problem)
+            if wrong:
+                raise RuntimeError(wrong)
             return
         self.forwards += 1
         if self.sequence:
             self._check_windows(tensors)
         text = int.from_bytes(hashlib.blake2s(doing.encode(), digest_size=6).digest(), "big")
         own = digest([*tensors, torch.tensor([text])])
-        sums = torch.stack([own, own * own, torch.tensor(int(bool(problem)), device=own.device)])
+        sums = torch.stack([own, own * own, torch.tensor(int(bool(problem or wrong)), device=own.device)])
         sums = sums.to(self.whole.device_type)
         axes = [name for name in ("pp", "tp") if getattr(self.axes, name) > 1]
         for name in axes:
@@ -127,6 +132,8 @@ class Relations:
             self._look_at_data(own)
         if problem:
             raise ValueError(problem)
+        if wrong:
+            raise RuntimeError(wrong)
         ranks = self.axes.group(self.whole.get_rank(), *axes)
         told = " and ".join(axes)
         if problems:
@@ -141,12 +148,22 @@ class Relations:
                 f"other axes (prepared.share), and give all of them one configuration"
             )
 
+    def _wrong_divisor(self) -> str:
+        """What is wrong with a divisor of this rank's stages, or ""."""
+        if self.divisors is None:
+            self.divisors = Divisors(self.stages, self.axes)
+        try:
+            self.divisors.check()
+        except RuntimeError as error:
+            return str(error)
+        return ""
+
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not torch.is_grad_enabled() or self.sends_nothing:
             return
         self.forwards += 1
         if self.divisors is None:
-            self.divisors = Divisors(module, self.axes)
+            self.divisors = Divisors([module], self.axes)
         self.divisors.check()
         if self.sequences is not None:
             self.sequences.expect_split()

@@ -17,9 +17,12 @@ class Clock:
     """`now`: when the device has done all that it was given; `host`: when the host has given it. What happens is
     written to `found`."""
 
-    def __init__(self, hardware: Hardware, itemsize: int) -> None:
+    def __init__(self, hardware: Hardware, itemsize: int, *, compiled: bool = False, float8: bool = False) -> None:
         self.hardware = hardware
         self.itemsize = itemsize
+        # The share that is left of operations that are no products; how many times faster products are.
+        self._fused = hardware.fused if compiled else 1.0
+        self._gain = hardware.float8 if float8 else 1.0
         self.begin(Simulated())
 
     def begin(self, found: Simulated) -> None:
@@ -32,7 +35,7 @@ class Clock:
     def compute(self, work: Work) -> None:
         """The device does `work`, slower while messages take a part of it."""
         hardware, begun = self.hardware, self.now
-        launching = work.kernels * hardware.launch
+        launching = work.kernels * hardware.launch * self._fused
         self.host += launching
         seconds = self.seconds(work)
         overlap = sum(max(0.0, min(stop, begun + seconds) - max(start, begun)) for start, stop in self._busy)
@@ -48,9 +51,9 @@ class Clock:
     def seconds(self, work: Work) -> float:
         """The roofline: matrix products by their operations or by their bytes, the rest by its bytes."""
         stream = self.hardware.bandwidth * self.hardware.stream
-        operations = work.matmul / self.hardware.matmul + work.attention / self.hardware.attention
+        operations = work.matmul / self.hardware.matmul / self._gain + work.attention / self.hardware.attention
         products = max(operations / self.hardware.peak_flops(self.itemsize), work.matmul_nbytes / stream)
-        return products + work.nbytes / stream
+        return products + work.nbytes * self._fused / stream
 
     def copy(self, nbytes: float) -> None:
         """The device reads and writes `nbytes`, both together."""
@@ -58,19 +61,18 @@ class Clock:
         self.now += seconds
         self.found.compute += seconds
 
-    def send(self, axis: str, ranks: int, stride: int, nbytes: float, calls: int, rounds: int = 1) -> float:
-        """Issue a message of `nbytes`, of which each rank sends (ranks - 1) / ranks in each round; when it arrives."""
+    def send(self, axis: str, ranks: int, stride: int, nbytes: float, calls: int, kind: str = "all-gather") -> float:
+        """Issue a collective of `nbytes`, of which each rank sends (ranks - 1) / ranks, twice in an all-reduce; when it
+        arrives."""
         if ranks == 1 or not calls:
             return self.now
-        bandwidth, latency = self.hardware.ring(ranks, stride)
-        share = nbytes * (ranks - 1) / ranks * rounds
-        seconds = share / bandwidth + latency * rounds
+        seconds = self.hardware.collective(kind, ranks, stride, nbytes)
         start = max(self.free[axis], self.now)
         self.free[axis] = start + seconds
         self._busy.append((start, start + seconds))
         traffic = self.found.traffic[axis]
         traffic.calls += calls
-        traffic.nbytes += share
+        traffic.nbytes += nbytes * (ranks - 1) / ranks * (2 if kind == "all-reduce" else 1)
         traffic.seconds += seconds
         return start + seconds
 

@@ -10,7 +10,7 @@ Standard library only. Bytes are of one process.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from typing import NamedTuple
 
@@ -51,11 +51,22 @@ class Line(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """Messages of one kind of one rank along an axis: how many, and bytes of the whole tensors, all together."""
+    """Messages of one kind of one rank along an axis: how many, and bytes, all together: along `tp` of the whole
+    tensors, along `cp` and `ep` what leaves the rank."""
 
     operation: str
     count: int
     nbytes: float
+    axis: str = "tp"
+
+    @classmethod
+    def named(cls, name: str, count: int, nbytes: float) -> Sent:
+        """Of messages that a line calls `name`: with the axis before it, if that is not `tp`."""
+        axis, _, operation = name.rpartition(":")
+        return cls(operation, count, nbytes, axis or "tp")
+
+    def times(self, number: int) -> Sent:
+        return replace(self, count=self.count * number, nbytes=self.nbytes * number)
 
 
 # From how many rows or columns on a matrix is one of a vocabulary.
@@ -65,7 +76,8 @@ _VOCABULARY = 32_768
 @dataclass(frozen=True, slots=True)
 class Parameter:
     """`name`: in the model. `dtype`: of storage. `placed`: the dim it is cut along. `place`: in the order of
-    `model.parameters()`. `kept`: it computes in its own dtype, whatever the strategy says."""
+    `model.parameters()`. `kept`: it computes in its own dtype, whatever the strategy says.
+    `shards`: over how many ranks it is cut, where that is not the strategy's number: experts; 0: the strategy's."""
 
     name: str
     shape: tuple[int, ...]
@@ -74,6 +86,7 @@ class Parameter:
     placed: int = 0
     place: int = 0
     kept: bool = False
+    shards: int = 0
 
     @property
     def numel(self) -> int:

@@ -44,6 +44,7 @@ def describe(
     keep_float32: Sequence[str] = (),
     tensor: int = 1,
     on_cpu: bool = False,
+    shared: bool = False,
 ) -> Model:
     """The model of `program` as data, with the tape of a step on batch 0.
 
@@ -53,13 +54,16 @@ def describe(
     (`program.modules_of`) whose modules compute in the dtype of their parameters; so do parameters for which a
     `param_dtype_override_fn` says so that `shard` passes. tensor: ranks over which `parallelize` of the program divides
     the model; what is described is the part of one of them, and no process group may be there. on_cpu: the step runs on
-    a CPU. Raises `ProgramError` for a model that cannot be built on the meta device, for a name of no class in it, and
-    for a step that needs values that are not known (`values`).
+    a CPU. shared: `parallelize` divides also with one of these ranks: experts, and attention over parts of sequences.
+    Raises `ProgramError` for a model that cannot be built on the meta device, for a name of no class in it, and for a
+    step that needs values that are not known (`values`).
     """
     ways = [recompute] if isinstance(recompute, str) else recompute
     if tensor > 1 and any(map(is_on_host, ways)):
         raise ProgramError(f"{name}: activations on the host are not planned for layers that are divided over ranks")
-    with fake_group(tensor) if tensor > 1 else nullcontext():
+    if not shared and tensor == 1:
+        return _describe(program, name, samples, compute, alone, recompute, keep_float32, 0, on_cpu)
+    with fake_group(tensor):
         return _describe(program, name, samples, compute, alone, recompute, keep_float32, tensor, on_cpu)
 
 
@@ -84,9 +88,10 @@ def _describe(
     if not isinstance(model, nn.Module):
         raise ProgramError(f"{name}: expected `model` to build an nn.Module, found a {type(model).__name__}")
     model.to(META)
-    undivided = sum(p.numel() for p in model.parameters()) if tensor > 1 else 0
-    loss_context = _divided(program, model, name, tensor) if tensor > 1 else nullcontext
+    undivided = sum(p.numel() for p in model.parameters()) if tensor else 0
+    loss_context = _divided(program, model, name, tensor) if tensor else nullcontext
     calls = [_Call((model,), {})] if alone else _calls(program, model, name)
+    calls = [*_divided_further(model), *calls]
     names = {id(module): dotted for dotted, module in model.named_modules()}
     if not calls:
         raise ProgramError(f"{name}: expected `shard` to call fully_shard at least once, found no call")
@@ -141,7 +146,7 @@ def _describe(
         samples_there,
         tokens,
         compute,
-        _attention(model, batch, tensor),
+        _attention(model, batch, max(tensor, 1)),
         _multiplied(tape, tokens),
         undivided,
     )
@@ -162,6 +167,20 @@ def _divided(program: Program, model: nn.Module, name: str, tensor: int) -> Call
 def _own(parameter: Tensor) -> Tensor:
     """The part of `parameter` that this rank has of it beside sharding."""
     return local_of(parameter) if isinstance(parameter, DTensor) else parameter
+
+
+def _divided_further(model: nn.Module) -> list[_Call]:
+    """Modules whose parameters are cut over fewer ranks than others: units of their own, before those around them."""
+    found = []
+    for module in model.modules():
+        cut = {getattr(p, "cut_over", None) for p in module.parameters(recurse=False)} - {None}
+        if cut:
+            found.append(_Call((module,), {"shard_placement_fn": lambda p: _Placed(p.cut_over[1])}))
+    return found
+
+
+class _Placed(NamedTuple):
+    dim: int
 
 
 # ---- units -----------------------------------------------------------------------------------------------------------
@@ -226,6 +245,7 @@ def _unit(
                 dim % max(p.ndim, 1),
                 places[dotted],
                 p.is_floating_point() and p.dtype in (keeps(p), chosen(p)),
+                getattr(p, "cut_over", (0,))[0],
             )
         )
     return UnitShape(name, type(module).__name__, tuple(parameters), given.get("reshard_after_forward"))

@@ -80,7 +80,7 @@ def _batch(planner: Planner, asked: Strategy) -> Answer:
 
 
 def _sequence(planner: Planner, asked: Strategy) -> Answer:
-    first = planner.model(asked.micro, asked.compute)
+    first = planner.model(asked.micro, asked.computed)
     if first.tokens <= first.samples:
         return ["  the batch has no sequences"]
     # Memory grows with the square of the length at most: a few lengths, then between the last two.
@@ -134,7 +134,7 @@ def _recompute(planner: Planner, asked: Strategy) -> Answer:
 
 def _by_unit(planner: Planner, asked: Strategy) -> Answer:
     """The fewest units that are recomputed such that it fits; those that come first live longest."""
-    units = len(planner.model(asked.micro, asked.compute).units)
+    units = len(planner.model(asked.micro, asked.computed).units)
 
     def with_first(count: int) -> Strategy:
         ways = tuple(WHOLE if 0 < i <= count else NONE for i in range(units))

@@ -201,7 +201,8 @@ def _inside(tape: Tape, chosen: set[int]) -> dict[int, list[Line]]:
         elif line.kind is Kind.EXIT and line.use == current:
             current = OUTSIDE
         elif current != OUTSIDE and line.kind in (Kind.OP, Kind.ALLOCATE, Kind.FREE):
-            found[current].append(line)
+            if line.kind is not Kind.OP or line.use != OUTSIDE:  # else a message that is sent once
+                found[current].append(line)
     return found
 
 

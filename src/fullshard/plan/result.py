@@ -14,7 +14,7 @@ from .machine import Hardware
 from .recomputation import without_host
 from .simulation import simulate
 from .spans import Step
-from .strategy import OPTIMIZERS, Strategy, Unit, units_of
+from .strategy import OPTIMIZERS, Strategy, Unit, even_dim, units_of
 
 # NCCL's documented defaults, as in `observe/expected.py`: bytes of a channel's buffer, channels of a communicator.
 COMMUNICATOR_NBYTES = (4 << 20) * 32
@@ -31,6 +31,11 @@ class Padding:
     nbytes: int
     share: float
     cure: str
+
+    @property
+    def by_placement(self) -> bool:
+        """Whether another placement saves them."""
+        return self.cure.startswith("shard_placement_fn")
 
 
 @dataclass(frozen=True)
@@ -69,9 +74,25 @@ class Plan:
         return sum(nbytes for _, nbytes in self.terms)
 
     @property
+    def allocator_nbytes(self) -> float:
+        """The bytes that the allocator reserves at the peak, if the device has room: in use then, and kept."""
+        reserved = self.simulated.peak.total * (1 + self.hardware.reserving)
+        return max(self.simulated.peak.total, min(reserved, self.budget - self.hardware.reserved))
+
+    @property
+    def margin_nbytes(self) -> float:
+        """The bytes that have to be left: a plan fits if it does with these, too."""
+        return self.hardware.margin * self.peak_nbytes
+
+    @property
+    def spare_nbytes(self) -> float:
+        """The bytes of the budget beside the peak."""
+        return self.budget - self.peak_nbytes
+
+    @property
     def fits(self) -> bool:
-        """Whether the plan fits on the device, and on the host as far as its memory is known."""
-        return self.peak_nbytes <= self.budget and self.fits_on_host
+        """Whether the plan fits on the device with its margin, and on the host as far as its memory is known."""
+        return self.margin_nbytes <= self.spare_nbytes and self.fits_on_host
 
     @property
     def host_peak_nbytes(self) -> float:
@@ -82,22 +103,32 @@ class Plan:
         return not self.host_budget or self.host_peak_nbytes <= self.host_budget
 
     @property
+    def curable(self) -> bool:
+        """Whether another placement would save padding."""
+        return any(padding.by_placement for padding in self.padding)
+
+    @property
     def seconds(self) -> float:
         return self.simulated.seconds
 
     @property
     def divided_messages(self) -> tuple[Sent, ...]:
-        """Messages of a step of one rank along `tp`: of the layers, of gradients that are sums over it, and the two
-        numbers by which `prepare_fully_shard` compares what each forward gets."""
+        """Messages of a step of one rank along `tp`, `cp` and `ep`: of the layers, of gradients that are sums over
+        `tp`, and the two numbers by which `prepare_fully_shard` compares what each forward gets."""
         times = self.strategy.accumulate
-        found = [Sent(each.operation, each.count * times, each.nbytes * times) for each in self.step.messages]
+        found = [each.times(times) for each in self.step.messages]
         dtypes = [p.dtype for unit in self.model.units for p in unit.parameters]
         computed = self.strategy.compute or next(iter(dtypes), "float32")
         wide = max(itemsize(computed), itemsize(self.strategy.reduce or computed))
         for operation in sorted({name for name, _ in self.model.tape.brought}):
             sizes = [numel * wide for name, numel in self.model.tape.brought if name == operation]
             found.append(Sent(f"{operation} of gradients", len(sizes) * times, float(sum(sizes) * times)))
-        return (*found, Sent("all_reduce of inputs' digests", times, 16.0 * times)) if self.strategy.tensor > 1 else ()
+        if self.strategy.tensor > 1:
+            found.append(Sent("all_reduce of inputs' digests", times, 16.0 * times))
+        if self.strategy.context > 1:
+            # Of what is attended to first; and at the end of the context, which the tape does not have.
+            found.append(Sent("all_reduce at the end", times, 16.0 * times, "cp"))
+        return tuple(found)
 
     @property
     def tokens(self) -> float:
@@ -118,7 +149,7 @@ class Plan:
     @property
     def narrow(self) -> bool:
         dtypes = {p.dtype for unit in self.model.units for p in unit.parameters}
-        return (self.strategy.compute or next(iter(dtypes), "float32")) in ("bfloat16", "float16")
+        return (self.strategy.computed or next(iter(dtypes), "float32")) in ("bfloat16", "float16")
 
     @property
     def largest(self) -> list[tuple[str, float]]:
@@ -138,6 +169,11 @@ class Plan:
             "fits": self.fits,
             "budget_bytes": int(self.budget),
             "peak_bytes": int(self.peak_nbytes),
+            "spare_bytes": int(self.spare_nbytes),
+            "margin_bytes": int(self.margin_nbytes),
+            "reserved_bytes": int(self.allocator_nbytes),
+            "time_error": self.hardware.time_error,
+            "memory_error": self.hardware.memory_error,
             "peak_moment": found.peak.phase,
             "terms": {name: int(nbytes) for name, nbytes in self.terms},
             "host_bytes": {name: int(nbytes) for name, nbytes in self.host_terms},
@@ -151,6 +187,12 @@ class Plan:
             "tensor_messages": [
                 {"operation": each.operation, "messages": each.count, "bytes": int(each.nbytes)}
                 for each in self.divided_messages
+                if each.axis == "tp"
+            ],
+            "axis_messages": [
+                {"axis": each.axis, "operation": each.operation, "messages": each.count, "bytes": int(each.nbytes)}
+                for each in self.divided_messages
+                if each.axis != "tp"
             ],
             "padding": [{"parameter": p.parameter, "bytes": p.nbytes, "cure": p.cure} for p in self.padding],
             "step_seconds": self._timed(found.seconds),
@@ -201,10 +243,13 @@ def plan_of(
     """The plan of one strategy. `step`: of its size of the micro-batch and its recomputation; `budget`, `host_budget`:
     bytes of a device and of the host for a rank, None for all that the hardware has; `failure_hours`: between two
     failures of one device."""
+    if strategy.float8 and not hardware.float8:
+        raise ValueError(f"float8: expected a device with products in float8, found {hardware.name}")
     units = units_of(model, strategy)
     simulated = simulate(units, step, strategy, hardware, model.buffer_nbytes)
     by_kind = list(zip(KINDS, simulated.peak.nbytes, strict=True))
-    axes = [strategy.shard, strategy.replicas, max(unit.part for unit in units), strategy.tensor]
+    axes = [strategy.shard, strategy.replicas, max(unit.part for unit in units), strategy.tensor, strategy.context]
+    axes += [strategy.experts, max((p.shards for unit in units for p in unit.shape.parameters), default=0)]
     communicators = sum(ranks > 1 for ranks in axes) + 1 if hardware.backend == "nccl" and strategy.ranks > 1 else 0
     counted = simulated.peak.total
     terms = [
@@ -249,9 +294,9 @@ def padding_of(units: Sequence[Unit], least: float = 0.01) -> tuple[Padding, ...
 
 
 def _cure(shape: tuple[int, ...], dim: int, world: int) -> str:
-    even = [i for i, size in enumerate(shape) if size % world == 0]
-    if even:
-        return f"shard_placement_fn: Shard({even[0]}), whose {shape[even[0]]} rows {world} ranks share evenly"
+    even = even_dim(shape, world)
+    if even is not None:
+        return f"shard_placement_fn: Shard({even}), whose {shape[even]} rows {world} ranks share evenly"
     fewer = max((n for n in range(1, min(world, shape[dim]) + 1) if shape[dim] % n == 0 and world % n == 0), default=1)
     if fewer > 1:
         return f"HSDP with {fewer} ranks that share, or {-(-shape[dim] // world) * world} rows instead of {shape[dim]}"
@@ -277,8 +322,13 @@ def _strategy(strategy: Strategy) -> dict[str, Any]:
         "shard": strategy.shard,
         "tensor": strategy.tensor,
         "context": strategy.context,
+        "experts": strategy.experts,
         "reshard_after_forward": strategy.reshard,
         "param_dtype": strategy.compute or None,
+        "storage_dtype": strategy.storage or None,
+        "even": strategy.even,
+        "compiled": strategy.compiled,
+        "float8": strategy.float8,
         "reduce_dtype": strategy.reduce or None,
         "micro_batch": strategy.micro,
         "accumulate": strategy.accumulate,
@@ -350,8 +400,7 @@ def table(plan: Plan) -> str:
         f"{strategy}; {_computed(plan)}, {reduced}; {strategy.optimizer}; {plan.tokens:,.0f} tokens per rank and step",
         "",
     ]
-    verdict = "fits" if plan.fits else "does not fit"
-    line = f"{verdict}: peak {gigabytes(plan.peak_nbytes)} of {gigabytes(plan.budget)}, in {found.peak.phase}"
+    line = f"{_verdict(plan)}: peak {gigabytes(plan.peak_nbytes)} of {gigabytes(plan.budget)}, in {found.peak.phase}"
     if not plan.fits_on_host:
         line += f"; on the host {gigabytes(plan.host_peak_nbytes)} of {gigabytes(plan.host_budget)}"
     lines.append(line)
@@ -370,7 +419,8 @@ def table(plan: Plan) -> str:
                 f"messages, axis {axis}: {traffic.calls} calls, {gigabytes(traffic.nbytes)} of each rank{wire}"
             )
     lines += [
-        f"messages, axis tp: {each.count} x {each.operation}, {gigabytes(each.nbytes)} of whole tensors"
+        f"messages, axis {each.axis}: {each.count} x {each.operation}, {gigabytes(each.nbytes)} "
+        + ("of whole tensors" if each.axis == "tp" else "that leave a rank")
         for each in plan.divided_messages
     ]
     if found.owners is not None:
@@ -390,13 +440,25 @@ def table(plan: Plan) -> str:
         f"step {duration(found.seconds)}: compute {duration(found.compute)}, waiting for messages "
         f"{duration(found.exposed_seconds)}, for the host {duration(found.host_bound)}, "
         f"optimizer {duration(found.optimizer_seconds)}",
-        f"{plan.tokens_per_second:,.0f} tokens per second and rank, MFU {plan.mfu:.1%}",
+        f"{plan.tokens_per_second:,.0f} tokens per second and rank, MFU {plan.mfu:.1%}"
+        + f"; error of such plans {plan.hardware.time_error:.0%}" * (plan.hardware.time_error > 0),
         f"a checkpoint takes about {duration(plan.checkpoints.save)}; best every {duration(plan.checkpoints.daly)} "
         f"(Daly; Young {duration(plan.checkpoints.young)}), with a failure about every "
         f"{duration(plan.checkpoints.between_failures)}",
         "times come from a model of the hardware, not from a run: --assumptions",
     ]
     return "\n".join(lines)
+
+
+def _verdict(plan: Plan) -> str:
+    """Says whether it fits, and how sure that is."""
+    hardware, spare = plan.hardware, gigabytes(plan.spare_nbytes)
+    if plan.fits:
+        sure = f", margin {hardware.margin:.0%}; error of such plans {hardware.memory_error:.0%}"
+        return f"fits, with {spare} to spare" + sure * (hardware.margin > 0)
+    if plan.spare_nbytes >= 0 and plan.fits_on_host:
+        return f"does not fit: {spare} to spare are less than the margin of {hardware.margin:.0%}"
+    return "does not fit"
 
 
 def _phase_lines(plan: Plan) -> list[str]:
@@ -449,7 +511,8 @@ def assumptions(plan: Plan) -> tuple[str, ...]:
         "of libraries are not counted",
         f"messages: {hw.intra_node / 1e9:.0f} GB/s inside of a node of {hw.node}, {hw.inter_node / 1e9:.0f} "
         f"GB/s per device "
-        f"between nodes, {hw.latency * 1e6:.0f} us each and {hw.hop * 1e6:.0f} us more for each node; one at a time on "
+        f"between nodes, of which a ring has those of all devices that it passes in a node, "
+        f"{hw.latency * 1e6:.0f} us each and {hw.hop * 1e6:.0f} us more for each node; one at a time on "
         f"each axis; compute is {hw.contention:.0%} slower beside them",
         f"the host takes {hw.launch * 1e6:.0f} us for an operation",
         f"{gigabytes(hw.reserved)} are taken by driver and libraries; {hw.fragmentation:.0%} of what is counted "

@@ -70,16 +70,16 @@ class Planner:
     def plan(self, strategy: Strategy, *, sequence: int | None = None, alone: bool = False) -> Plan:
         """The plan of a strategy, with the model described at its own micro-batch."""
         ways = self._ways(strategy)
-        model = self.model(strategy.micro, strategy.compute, sequence=sequence, alone=alone, recompute=ways)
+        model = self.model(strategy.micro, strategy.computed, sequence=sequence, alone=alone, recompute=ways)
         return self._planned(model, steps_of(model, ways), replace(strategy, recompute=ways))
 
     def estimate(self, strategy: Strategy) -> Plan:
         """The same from the model at one and two samples: every figure is taken to be linear in them."""
         ways = self._ways(strategy)
-        one, two = (self.model(n, strategy.compute, recompute=ways) for n in (1, 2))
+        one, two = (self.model(n, strategy.computed, recompute=ways) for n in (1, 2))
         steps = []
         for model in (one, two):
-            key = (model.samples, strategy.compute, ways)
+            key = (model.samples, strategy.computed, ways)
             if key not in self._steps:
                 self._steps[key] = steps_of(model, ways)
             steps.append(self._steps[key])
@@ -127,13 +127,38 @@ class Planner:
                 found.append(Change(plan, ", ".join(says) or "as asked for", len(says)))
         if not found:
             return []
+        found += [self._even(asked, change) for change in found if change.plan.curable]
         best = min(change.plan.seconds for change in found)
         return sorted(found, key=lambda c: (round(c.plan.seconds / best / 0.01), c.count, c.plan.peak_nbytes))
+
+    def _even(self, asked: Strategy, change: Change) -> Change:
+        """The same with the placement that a line about padding recommends. It has fewer bytes, so it fits."""
+        plan = self.estimate(replace(change.plan.strategy, even=True))
+        says = differences(asked, plan.strategy)
+        return Change(plan, ", ".join(says), len(says))
+
+    def least_ranks(self, asked: Strategy, most: int = 1 << 20) -> Plan | None:
+        """The plan with the fewest ranks that fits, of the same strategy and replicas; None up to `most` ranks. Fewer
+        ranks hold more each."""
+
+        def at(groups: int) -> Plan:
+            return self.estimate(replace(asked, ranks=groups * asked.replicas))
+
+        high = 1
+        while not at(high).fits:
+            high *= 2
+            if high * asked.replicas > most:
+                return None
+        low = high // 2
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (low, middle) if at(middle).fits else (middle, high)
+        return at(high)
 
     def least_nbytes(self, strategy: Strategy) -> tuple[float, float]:
         """Bytes that a rank has at least, on the device and on the host: of shards, state and buffers, and what the
         device keeps for itself."""
-        model = self.model(1, strategy.compute)
+        model = self.model(1, strategy.computed)
         at_rest = sum(g.memory.shard_nbytes + g.state_nbytes for u in units_of(model, strategy) for g in u.groups)
         device = model.buffer_nbytes + self.hardware.reserved
         return (device, at_rest) if strategy.offload else (device + at_rest, 0.0)
@@ -204,6 +229,8 @@ def differences(asked: Strategy, other: Strategy) -> list[str]:
     if other.replicas != asked.replicas:
         shape = f"HSDP {other.replicas} x {other.shard}" if other.shard > 1 else "replicate everything (DDP)"
         found.append(shape if other.replicas > 1 else "no replicas")
+    if other.even and not asked.even:
+        found.append("even placement (shard_placement_fn)")
     if other.offload != asked.offload:
         found.append("offload to the host" if other.offload else "no offload")
     return found

@@ -56,7 +56,7 @@ class Simulation:
         # On the device, and in host memory.
         self.bytes, self.host = Bytes(), Bytes()
         self.pool = Pool(self.bytes, keep=hardware.blocking)
-        self.clock = Clock(hardware, _itemsize(units, strategy))
+        self.clock = Clock(hardware, _itemsize(units, strategy), compiled=strategy.compiled, float8=strategy.float8)
         self.reductions = Reductions(strategy, limits, self.bytes, self.host, self.pool, self.clock)
         self.measured = False
         self.phase = ""
@@ -377,11 +377,11 @@ class Simulation:
         share = step.sent_nbytes / max(step.messages, 1)
         for chunk in range(step.chunks):
             # A message is hidden by the products of the chunk before it.
-            there = self.clock.send("shard", ranks, 1, share * ranks / (ranks - 1), 1)
+            there = self.clock.send("shard", ranks, 1, share * ranks / (ranks - 1), 1, "all-to-all")
             if chunk == 0:
                 self.clock.wait(there, "optimizer", "all-to-all to owners")
             self.clock.compute(Work(matmul=flops / step.chunks))
-            back = self.clock.send("shard", ranks, 1, share * ranks / (ranks - 1), 1)
+            back = self.clock.send("shard", ranks, 1, share * ranks / (ranks - 1), 1, "all-to-all")
             if chunk == step.chunks - 1:
                 self.clock.wait(back, "optimizer", "all-to-all from owners")
         if not step.chunks:

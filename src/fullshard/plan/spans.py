@@ -118,9 +118,7 @@ def scaled(one: Step, two: Step, samples: int) -> Step:
     ]
     other = dict(two.held)
     held = tuple((unit, at(nbytes, other.get(unit, nbytes))) for unit, nbytes in one.held)
-    messages = tuple(
-        Sent(a.operation, a.count, at(a.nbytes, b.nbytes)) for a, b in zip(one.messages, two.messages, strict=True)
-    )
+    messages = tuple(replace(a, nbytes=at(a.nbytes, b.nbytes)) for a, b in zip(one.messages, two.messages, strict=True))
     batch = at(one.batch_nbytes, two.batch_nbytes)
     return Step(tuple(spans), held, batch, samples, at(one.hosted, two.hosted), messages)
 
@@ -242,5 +240,5 @@ def _spans(tape: Tape, lines: Iterable[Line], samples: int) -> Step:
     flush()
     running.close(None)
     by_unit = tuple(sorted((unit, float(size)) for unit, size in held.items()))
-    messages = tuple(Sent(name, counts[name], float(sent[name])) for name in sorted(counts))
+    messages = tuple(Sent.named(name, counts[name], float(sent[name])) for name in sorted(counts))
     return Step(tuple(running.spans), by_unit, float(tape.batch_nbytes), float(samples), running.most_hosted, messages)

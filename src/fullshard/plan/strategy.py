@@ -60,10 +60,13 @@ OPTIMIZERS = {
 class Strategy:
     """`ranks`: all of them, in `replicas` groups that hold each shard once. `reshard`: of the units but the root,
     `reshard_after_forward`; `root_reshard`: of the root, None as without an argument. `compute`, `reduce`: dtypes, ""
-    for that of the parameters. `micro`: samples of one forward of a rank; `accumulate`: forwards and backwards of a
-    step, of which the last sends gradients (`send_each`: each does). `recompute`: a way (`recomputation`), or one for
-    each unit; with `+host` what it keeps is on the host. `tensor`: ranks that share each layer; `context`: ranks that
-    share each sequence, of those that share the parameters.
+    for that of the parameters; `storage`: of shards and optimizer state, "" as the model has them. `micro`: samples of
+    one forward of a rank; `accumulate`: forwards and backwards of a step, of which the last sends gradients
+    (`send_each`: each does). `recompute`: a way (`recomputation`), or one for each unit; with `+host` what it keeps is
+    on the host. `tensor`: ranks that share each layer; `context`: ranks that share each sequence, of those that share
+    the parameters; `experts`: ranks that have different experts, of both. `even`: a parameter whose rows the ranks
+    cannot share evenly is cut along another dim, if they can share that (`shard_placement_fn`). `compiled`: units and
+    loss are compiled, which changes times alone; `float8`: so do linear layers in float8, whose gathers have `compute`.
 
     >>> Strategy(ranks=16, replicas=2).shard, Strategy(ranks=16, replicas=2, tensor=4).shard
     (8, 2)
@@ -75,19 +78,24 @@ class Strategy:
     root_reshard: bool | int | None = None
     compute: str = ""
     reduce: str = ""
+    storage: str = ""
     micro: int = 1
     accumulate: int = 1
     send_each: bool = False
     recompute: str | tuple[str, ...] = NONE
     offload: bool = False
+    even: bool = False
     optimizer: str = "adamw"
     prefetch_depth: int = 1
     backend: str = "nccl"
     tensor: int = 1
     context: int = 1
+    compiled: bool = False
+    float8: bool = False
+    experts: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("ranks", "replicas", "micro", "accumulate", "tensor", "context"):
+        for name in ("ranks", "replicas", "micro", "accumulate", "tensor", "context", "experts"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}: expected at least 1, found {getattr(self, name)}")
         if self.ranks % self.tensor:
@@ -122,7 +130,12 @@ class Strategy:
     @property
     def timed(self) -> bool:
         """Whether times are planned: for data parallelism alone."""
-        return self.tensor == self.context == 1
+        return self.tensor == self.context == self.experts == 1
+
+    @property
+    def computed(self) -> str:
+        """The dtype of full parameters, "" for that of the model."""
+        return self.compute or self.storage
 
     def with_activations(self, *, hosted: bool) -> Strategy:
         """The same with what its units keep for backward on the host, or on the device. The root's stays there.
@@ -150,12 +163,14 @@ class Strategy:
         if self.replicas > 1 and self.shard > 1:
             words.append(f"HSDP {self.replicas} x {self.shard}")
         words += [f"TP {self.tensor}"] * (self.tensor > 1) + [f"CP {self.context}"] * (self.context > 1)
+        words += [f"EP {self.experts}"] * (self.experts > 1)
         words.append(f"micro-batch {self.micro}" + (f" x {self.accumulate}" if self.accumulate > 1 else ""))
         if isinstance(self.recompute, str):
             kept = without_host(self.recompute)
             words += [f"recompute {kept}"] * (kept != NONE)
         else:
             words.append("recompute by unit")
+        words += ["even placement"] * self.even + ["compiled"] * self.compiled + ["float8"] * self.float8
         words += ["activations on the host"] * self.hosts_activations
         words += ["each reduced"] * (self.send_each and self.accumulate > 1) + ["offload"] * self.offload
         return ", ".join(words)
@@ -277,6 +292,21 @@ def units_of(model: Model, strategy: Strategy) -> tuple[Unit, ...]:
     return tuple(_unit(shape, i == 0, strategy) for i, shape in enumerate(model.units))
 
 
+def even_dim(shape: tuple[int, ...], world: int) -> int | None:
+    """The first dim that `world` ranks share evenly; None if there is none.
+
+    >>> even_dim((9, 4096), 8), even_dim((9, 7), 8)
+    (1, None)
+    """
+    return next((i for i, size in enumerate(shape) if size % world == 0), None)
+
+
+def _placed(parameter: Parameter, strategy: Strategy) -> int:
+    if strategy.even and (dim := even_dim(parameter.shape, strategy.shard)) is not None:
+        return parameter.placed if parameter.shape[parameter.placed] % strategy.shard == 0 else dim
+    return parameter.placed
+
+
 def _unit(shape: UnitShape, outer: bool, strategy: Strategy) -> Unit:
     reshard = shape.reshard
     if reshard is None:
@@ -284,9 +314,13 @@ def _unit(shape: UnitShape, outer: bool, strategy: Strategy) -> Unit:
     if reshard is None:
         reshard = not outer
     part = 0 if isinstance(reshard, bool) or reshard == strategy.shard else int(reshard)
+    shards = next((p.shards for p in shape.parameters if p.shards), strategy.shard)
+    if shards != strategy.shard:  # experts, on a mesh of their own
+        strategy = replace(strategy, ranks=shards * strategy.replicas, tensor=1, context=1, experts=1)
     kinds: dict[tuple[str, str], list[Parameter]] = {}
     for parameter in shape.parameters:
-        kinds.setdefault((parameter.dtype, _compute_of(parameter, strategy)), []).append(parameter)
+        parameter = replace(parameter, placed=_placed(parameter, strategy))
+        kinds.setdefault((_stored_as(parameter, strategy), _compute_of(parameter, strategy)), []).append(parameter)
     strategy = replace(strategy, recompute=NONE)
     groups = tuple(
         _group(shape.title, tuple(found), dtype, part, replace(strategy, compute=compute))
@@ -301,10 +335,17 @@ def _unit(shape: UnitShape, outer: bool, strategy: Strategy) -> Unit:
     return Unit(shape, groups, not reshard, part)
 
 
+def _stored_as(parameter: Parameter, strategy: Strategy) -> str:
+    """The dtype of the shards of `parameter`."""
+    changes = strategy.storage and parameter.dtype.startswith(("float", "bfloat")) and not parameter.kept
+    return strategy.storage if changes else parameter.dtype
+
+
 def _compute_of(parameter: Parameter, strategy: Strategy) -> str:
     """The dtype that `parameter` computes in."""
-    floating = parameter.dtype.startswith(("float", "bfloat"))
-    return strategy.compute if strategy.compute and floating and not parameter.kept else parameter.dtype
+    stored = _stored_as(parameter, strategy)
+    floating = stored.startswith(("float", "bfloat"))
+    return strategy.compute if strategy.compute and floating and not parameter.kept else stored
 
 
 def _group(name: str, parameters: tuple[Parameter, ...], dtype: str, part: int, strategy: Strategy) -> Group:

@@ -10,6 +10,7 @@ import gc
 import weakref
 from collections.abc import Callable, Container, Hashable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -65,7 +66,9 @@ def record(
         recorder = (_DividedRecorder if divided else _Recorder)([*_plain(model.parameters())], others)
         for tensor, value in known:
             recorder.results.values.set(tensor, value)
-        with loss_context(), _wrapped(model, place, recorder, compute, on_host), recorder, Kernels(on_cpu):
+        # Attention over a part of a sequence calls attention over what it has, by these kernels.
+        kernels, forwards = Kernels(on_cpu), _wrapped(model, place, recorder, compute, on_host)
+        with kernels, loss_context(), forwards, recorder, _noting(recorder):
             loss = program.loss(model, batch)
             if not isinstance(loss, Tensor) or loss.numel() != 1:
                 what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
@@ -102,6 +105,26 @@ def _tape(recorder: _Recorder, model: nn.Module, batch: Any, unit_of: dict[int, 
         {recorder.number(tensor): tensor.untyped_storage().nbytes() for tensor in others},
         tuple(found for p in model.parameters() if (found := _brought(p)) is not None),
     )
+
+
+_noted: ContextVar[_Recorder | None] = ContextVar("recorder", default=None)
+
+
+@contextmanager
+def _noting(recorder: _Recorder) -> Iterator[None]:
+    token = _noted.set(recorder)
+    try:
+        yield
+    finally:
+        _noted.reset(token)
+
+
+def note(axis: str, operation: str, nbytes: int, *, once: bool = False) -> None:
+    """Write a message of `nbytes` that leave this rank along `axis` onto the tape that is recorded, if one is. `once`:
+    it is not sent again where its unit is computed again."""
+    recorder = _noted.get()
+    if recorder is not None:
+        recorder.message(axis, operation, nbytes, once=once)
 
 
 def _plain(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
@@ -187,6 +210,14 @@ class _Recorder(TorchDispatchMode):
 
     def _copied(self, tensor: Tensor, name: str) -> None:
         self.write(Line(Kind.OP, self._use, 0, _nbytes(tensor), name))
+        self._ran += 1
+
+    def message(self, axis: str, operation: str, nbytes: int, *, once: bool) -> None:
+        """Of an axis whose messages torch does not dispatch here."""
+        if self.backward:
+            self._switch()
+        use = OUTSIDE if once else self._use
+        self.write(Line(Kind.OP, use, nbytes, 0, f"{MESSAGE}{axis}:{operation}"))
         self._ran += 1
 
     def number(self, tensor: Tensor) -> int:

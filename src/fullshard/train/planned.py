@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from fullshard.migrate.declared import parallelize_by
+from fullshard.migrate.declared import noted_by
 from fullshard.plan import Plan, Planner, Strategy, find_hardware
 from fullshard.plan.description import Model
 from fullshard.plan.facts import describe, measured_cpu, physical_nbytes
@@ -19,6 +19,7 @@ from fullshard.plan.machine import PROFILES
 from fullshard.plan.recomputation import keeping, on_host
 from fullshard.plan.result import duration, gigabytes
 from fullshard.plan.search import Ways
+from fullshard.plan.tape import note
 from fullshard.program import Program
 from fullshard.train.config import Config, invalid
 from fullshard.train.data import ByteTokenizer
@@ -28,16 +29,17 @@ from fullshard.train.process import device_kind, threads_per_process
 from fullshard.train.shapes import language_model
 
 
-def programs_of(config: Config) -> Callable[[int | None], Program]:
-    """The program of the config for a length of sequences, None for its own. A BPE tokenizer is taken to have all of
-    its tokens."""
+def programs_of(config: Config, world: int) -> Callable[[int | None], Program]:
+    """The program of the config on `world` processes for a length of sequences, None for its own. A BPE tokenizer is
+    taken to have all of its tokens."""
     vocabulary = config.data.bpe_vocab if config.data.tokenizer == "bpe" else ByteTokenizer().vocab
     shape = llama_shape(config, vocabulary)
-    parts = config.sharding.parallelism.context_parallel_degree
+    plan, axes = config.sharding.parallel, config.axes(world)
+    parts, shared = axes.cp, axes.shards * axes.tp
 
     def made(sequence: int | None) -> Program:
         length = (sequence or config.training.sequence_length) // parts
-        return replace(language_model(shape, length), parallelize=parallelize_by(config.sharding.parallel))
+        return replace(language_model(shape, length), parallelize=noted_by(plan, shared, note))
 
     return made
 
@@ -71,6 +73,7 @@ def strategy_of(config: Config, world: int, backend: str) -> Strategy:
         backend=backend,
         tensor=axes.tp,
         context=axes.cp,
+        experts=axes.ep,
     )
 
 
@@ -110,13 +113,14 @@ def plan_here(config: Config, world: int) -> Plan:
         name = hardware.name if known else f"{called}, planned as {hardware.name}"
         memory, host_memory = float(torch.cuda.get_device_properties(0).total_memory), physical_nbytes() / here
         hardware = replace(hardware, name=name, memory=memory, host_memory=host_memory)
-    programs = programs_of(config)
+    programs = programs_of(config, world)
 
     strategy = strategy_of(config, world, hardware.backend)
 
     def described(samples: int, sequence: int | None, compute: str, alone: bool, recompute: Ways) -> Model:
         sizes: dict[str, Any] = {"samples": samples, "compute": compute, "alone": alone, "tensor": strategy.tensor}
         sizes["on_cpu"] = hardware.blocking
+        sizes["shared"] = strategy.context > 1 or strategy.experts > 1
         return describe(programs(sequence), "the trainer's model", recompute=recompute, **sizes)
 
     return Planner(described, hardware).plan(strategy)

@@ -39,14 +39,19 @@ def program(path: str = "") -> Program:
         model.init_weights(config.training.seed)
         return model
 
-    def batch(index: int) -> tuple[Tensor, Tensor]:
+    is_cut = config.sharding.parallelism.context_parallel_degree > 1
+
+    def batch(index: int) -> tuple[Tensor, ...]:
         generator = torch.Generator().manual_seed(index)
         starts = torch.randint(len(tokens) - length - 1, (_WINDOWS,), generator=generator)
-        return data.windows(tokens, starts.tolist(), length)
+        found = data.windows(tokens, starts.tolist(), length)
+        # Where sequences are cut over ranks, their positions are cut with them.
+        return (*found, torch.arange(length).expand(_WINDOWS, length)) if is_cut else found
 
     def loss(model: nn.Module, batch: Any) -> Tensor:
-        inputs, targets = batch
-        found = F.cross_entropy(model(inputs).flatten(0, 1).float(), targets.flatten())
+        inputs, targets, *places = batch
+        logits = model(inputs, places[0][0]) if places else model(inputs)
+        found = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
         return found + balance_loss(model)
 
     def optimizer(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:

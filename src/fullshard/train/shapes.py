@@ -21,6 +21,9 @@ from fullshard.train.model import Llama, LlamaShape
 # As their authors published them (Llama 2 and Llama 3.1); context: of pretraining.
 NAMED = {
     "llama-2-7b": LlamaShape(32000, 32, 4096, 32, 32, 11008, 4096, tie_embeddings=False),
+    "llama-2-13b": LlamaShape(32000, 40, 5120, 40, 40, 13824, 4096, tie_embeddings=False),
+    "llama-34b": LlamaShape(32000, 48, 8192, 64, 8, 22016, 16384, tie_embeddings=False, rope_theta=1e6),
+    "llama-2-70b": LlamaShape(32000, 80, 8192, 64, 8, 28672, 4096, tie_embeddings=False),
     "llama-8b": LlamaShape(128256, 32, 4096, 32, 8, 14336, 8192, tie_embeddings=False, rope_theta=500000.0),
     "llama-70b": LlamaShape(128256, 80, 8192, 64, 8, 28672, 8192, tie_embeddings=False, rope_theta=500000.0),
     "llama-405b": LlamaShape(128256, 126, 16384, 128, 8, 53248, 8192, tie_embeddings=False, rope_theta=500000.0),

@@ -29,11 +29,14 @@ class Applicable:
         reasons: dict[str, str] = {}
         if setting.library == "torch":
             reasons = {name: "with fullshard alone" for name in EXERCISES if name not in OF_TORCH}
-            if setting.strategy.tensor > 1:
+            if setting.strategy.divides:
                 reasons["clipping"] = "torch's takes no gradients on several meshes"
         if self.ranks is None:
             reasons.setdefault("another world", "there are no devices for another number of processes")
         strategy = setting.strategy
+        if strategy.context > 1:
+            # A forward outside of the context, or with batches that are not split.
+            reasons |= {name: "of whole sequences" for name in ("evaluation", "output_dtype", "full_params")}
         key = strategy.precision, strategy.pure, strategy.norms, strategy.recompute
         for name, trial in {"evaluation": self._evaluates, "output_dtype": self._casts}.items():
             if name not in reasons:

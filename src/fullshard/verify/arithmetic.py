@@ -23,7 +23,7 @@ Parts = list[list[Tensor | None]]
 def order_is_known(setting: Setting) -> bool:
     """Whether the order of every sum over ranks is known, or does not matter."""
     strategy = setting.strategy
-    if not setting.is_fsdp2 or strategy.tensor > 1 or strategy.replicas > 2:
+    if not setting.is_fsdp2 or strategy.divides or strategy.replicas > 2:
         return False
     if strategy.pure and (setting.library == "torch" or setting.shards == 1):
         return False  # summed in the reduce dtype

@@ -60,11 +60,11 @@ class Causes:
         for other, losses in enumerate(expected.losses):
             for which, loss in enumerate(losses):
                 if (other, which) != (rank, micro) and torch.equal(loss, found):
-                    taker = other * self.setting.strategy.tensor
+                    taker = other * self.setting.strategy.alike
                     return f"the batch of rank {taker}, micro-batch {which}: batches are split in another way"
         if self.last is not None:
             self.reference.load(self.last[1])
-            self.reference.put_buffers(buffers[rank * self.setting.strategy.tensor])
+            self.reference.put_buffers(buffers[rank * self.setting.strategy.alike])
             loss, _, _ = self.reference.forward(step, micro, rank)
             self.reference.load(parameters)
             if torch.equal(loss, found):
@@ -202,7 +202,7 @@ class Causes:
 
     def _rank_at(self, name: str, full: Tensor, row: int) -> int | None:
         """The same of a row, along the dim of the cut."""
-        if name not in self.cuts or self.setting.strategy.tensor > 1:
+        if name not in self.cuts or self.setting.strategy.divides:
             return None
         return row // -(-full.shape[self.cuts[name]] // self.setting.shards)
 

@@ -9,7 +9,7 @@ A value is compared in this order:
     within the rounding of forward and backward    equal: kernels may sum in another order
     anything else                                  different
 
-The last is wide in bfloat16. So it is used where kernels differ alone: beside tensor parallelism, on a device whose
+The last is wide in bfloat16. So it is used where kernels differ alone: beside other axes, on a device whose
 results differ from run to run, or where the plain model gives other bits in the processes of the training.
 """
 
@@ -193,7 +193,7 @@ class Comparison:
             for name, value in record.buffers.items()
         ]
         self.parameters, self.buffers = before[0].parameters, [record.buffers for record in before]
-        self._controls = [record.control for record in before[:: setting.strategy.tensor]]
+        self._controls = [record.control for record in before[:: setting.strategy.alike]]
         for step in range(setting.steps):
             found = [read_step(self.folder, step, rank) for rank in range(setting.world)]
             yield from self._step(step, step, found, found[0].gradients)

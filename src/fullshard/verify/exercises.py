@@ -382,8 +382,8 @@ def _open(training: Training) -> Opened:
     with fullshard.full_params(model):
         names = [clean(name) for name in model.state_dict()]
         read = differing(_held_by(model), held)
-        # A forward inside is one without gradients, and refused beside tensor parallelism.
-        if training.setting.strategy.tensor == 1 and "evaluation" in training.setting.exercises:
+        # A forward inside is one without gradients, and refused beside other axes.
+        if not training.setting.strategy.divides and "evaluation" in training.setting.exercises:
             index, batch = training.batch(0, 0)
             with evaluating(model, "no_grad"):
                 seed_generators(seed_of(index))

@@ -203,7 +203,7 @@ class _Watch:
     def _backward(self, records: list[Step], expected: Expected, scale: float) -> Place | None:
         name, setting = self.again.name, self.setting
         watched = [record.watched for record in records if record.watched is not None]
-        if setting.strategy.tensor > 1 or len(watched) < len(records):
+        if setting.strategy.divides or len(watched) < len(records):
             place = self._depending("the backward", "", (*_ON, ACCUMULATION, REPLICAS))
             return None if place.name == "the backward" else place
         torn = {each for one in watched for each in one.torn}

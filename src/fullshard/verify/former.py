@@ -39,7 +39,7 @@ class Replicated:
     """Trains under DDP. Parameters, gradients and state are whole on every rank."""
 
     def __init__(self, program: Program, model: nn.Module, setting: Setting, mesh: DeviceMesh) -> None:
-        if setting.strategy.dtype is not None or setting.strategy.tensor > 1:
+        if setting.strategy.dtype is not None or setting.strategy.divides:
             raise ProgramError(f"{setting.strategy}: DDP trains in the dtype of the parameters, without other axes")
         self.weights = Weights()
         # Each rank keeps its buffers, as in the plain model; DDP would send rank 0's.
@@ -74,7 +74,7 @@ class Fsdp1:
         strategy, self.weights = setting.strategy, Weights()
         if strategy.norms:
             raise ProgramError(f"{strategy}: FSDP1 keeps BatchNorms in float32, and no other norms; leave norms out")
-        if strategy.tensor > 1 or not isinstance(strategy.reshard, bool):
+        if strategy.divides or not isinstance(strategy.reshard, bool):
             raise ProgramError(f"{strategy}: FSDP1 has neither numbers of ranks to keep nor tensor parallelism")
         units: list[nn.Module] = []
         program.shard(model, lambda module, **_: units.append(module))

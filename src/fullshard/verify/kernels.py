@@ -20,10 +20,11 @@ from .setting import Setting, batch_index, seed_generators, seed_of
 
 
 def can_be_equal(setting: Setting) -> bool:
-    """Tensor parallelism computes other products, and FSDP1 and DDP reduce in buckets of their own. On a device kernels
-    with atomic additions may differ in any run, not only in the two that the comparison takes."""
+    """Axes beside data parallelism compute other products, or in another order, and FSDP1 and DDP reduce in buckets
+    of their own. On a device kernels with atomic additions may differ in any run, not only in the two that the
+    comparison takes."""
     repeats = setting.device == "cpu" or torch.are_deterministic_algorithms_enabled()
-    return repeats and setting.is_fsdp2 and setting.strategy.tensor == 1
+    return repeats and setting.is_fsdp2 and not setting.strategy.divides
 
 
 def control(program: Program, setting: Setting, device: torch.device, rank: int) -> dict[str, int]:

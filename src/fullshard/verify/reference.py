@@ -143,7 +143,7 @@ class Reference:
         the sharded training's optimizer took, and so this one takes."""
         losses, states, parts, after = [], [], [], []
         for rank in range(self.setting.data_world):
-            self.put_buffers(buffers[rank * self.setting.strategy.tensor])
+            self.put_buffers(buffers[rank * self.setting.strategy.alike])
             rows = [self.forward(step, micro, rank) for micro in range(self.setting.strategy.micro)]
             losses.append([loss for loss, _, _ in rows])
             states.append([state for _, state, _ in rows])
@@ -210,7 +210,7 @@ class Reference:
         """`Expected.parts` of `step` from the loaded parameters."""
         found = []
         for rank in range(self.setting.data_world):
-            self.put_buffers(buffers[rank * self.setting.strategy.tensor])
+            self.put_buffers(buffers[rank * self.setting.strategy.alike])
             found.append([self.forward(step, micro, rank)[2] for micro in range(self.setting.strategy.micro)])
         return found
 

@@ -55,12 +55,13 @@ def _digest(data: bytes) -> int:
 
 
 class Copies:
-    """The ranks that hold copies of this rank's shards. `cuts`: the dim along which each parameter is cut."""
+    """The ranks that hold copies of this rank's shards. `shard`: the axis along which parameters are cut;
+    `cuts`: the dim of each."""
 
-    def __init__(self, mesh: DeviceMesh, model: nn.Module, cuts: dict[str, int]) -> None:
+    def __init__(self, mesh: DeviceMesh, shard: DeviceMesh, model: nn.Module, cuts: dict[str, int]) -> None:
         self._model, self._cuts = model, cuts
         self._axes = {axis: mesh[axis] for axis in mesh.mesh_dim_names or () if axis in _AXES}
-        self._shard = mesh["shard"]
+        self._shard = shard
 
     def gradients(self) -> list[Held]:
         """The gradients that are not what the first rank with a copy holds. Collective."""

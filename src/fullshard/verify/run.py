@@ -20,6 +20,8 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from fullshard.migrate import ConfigError
 from fullshard.migrate.declared import declare
+from fullshard.migrate.experts import find_experts
+from fullshard.migrate.tree import Tree
 from fullshard.program import Program, ProgramError, find_program
 
 from .applicable import Applicable
@@ -77,7 +79,9 @@ def _results(
     settings = [Setting(entry, library, s, world, steps, device) for library in libraries for s in strategies]
     for strategy in strategies:
         strategy.shards(world)
-        if strategy.tensor > 1:
+        if "torch" in libraries and (strategy.context > 1 or strategy.experts > 1):
+            raise ProgramError(f"{strategy}: expected fullshard alone beside cp and ep; leave --against torch out")
+        if strategy.divides:
             _check_division(program, strategy, world)
     if any(strategy.norms for strategy in strategies):
         if not norms_of(program.model()):
@@ -202,14 +206,16 @@ def _try(program: Program, entry: str) -> None:
 
 
 def _check_division(program: Program, strategy: Strategy, world: int) -> None:
-    """Raise `ProgramError` if the model cannot be divided over `tp` as `strategy` says."""
-    if program.parallelize is not None:
+    """Raise `ProgramError` if the model cannot be divided as `strategy` says."""
+    if program.parallelize is not None and strategy.tensor > 1:
         if strategy.sequence or strategy.loss:
             problem = "expected the styles of the model, which sp and lp change, found a division of its own"
             raise ProgramError(f"{strategy}: {problem}; leave the words out, or that")
         return
     try:
-        declare(program.model(), strategy.parallelism, world)
+        model = program.model()
+        declare(model, strategy.parallelism, world)
+        find_experts(Tree(model), strategy.parallelism)
     except ConfigError as error:
         raise ProgramError(f"{strategy}: {error}") from error
 

@@ -41,11 +41,11 @@ class Setting(NamedTuple):
 
     @property
     def data_world(self) -> int:
-        """How many ranks take batches of their own; those of one tensor-parallel group share one."""
-        return self.world // self.strategy.tensor
+        """How many ranks take batches of their own; those along `tp` and `cp` share one."""
+        return self.world // self.strategy.alike
 
     def data_rank(self, rank: int) -> int:
-        return rank // self.strategy.tensor
+        return rank // self.strategy.alike
 
     @property
     def output_dtype(self) -> torch.dtype:

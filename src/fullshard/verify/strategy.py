@@ -19,7 +19,7 @@ class Strategy:
     "fp16", in which parameters are computed with, and reduced in float32, or with `pure` in it; "fp16" with a scaled
     loss. `norms`: beside it, torch's norms compute in the dtype of their parameters. `micro`: micro-batches of a step,
     of which the last synchronises. `tensor`: ranks of an axis of tensor parallelism; `sequence`, `loss`: with sequence
-    and with loss parallelism over it.
+    and with loss parallelism over it. `context`: ranks that share each sequence; `experts`: that have different ones.
 
     >>> parse_strategy("zero2+bf16+micro=2") == Strategy(reshard=False, precision="bf16", micro=2)
     True
@@ -38,14 +38,16 @@ class Strategy:
     tensor: int = 1
     sequence: bool = False
     loss: bool = False
+    context: int = 1
+    experts: int = 1
 
     def __str__(self) -> str:
-        numbers = {"hsdp": self.replicas, "micro": self.micro, "tp": self.tensor}
+        numbers = {"micro": self.micro, "tp": self.tensor, "cp": self.context, "ep": self.experts}
         words = ["zero2" if self.reshard is False else "zero3" if self.reshard is True else f"zero3={self.reshard}"]
         words += [f"hsdp={self.replicas}"] * (self.replicas > 1) + [self.precision] * bool(self.precision)
         words += ["pure"] * self.pure + ["norms"] * self.norms
         words += ["offload"] * self.offload + ["recompute"] * self.recompute
-        words += [f"{name}={numbers[name]}" for name in ("micro", "tp") if numbers[name] > 1]
+        words += [f"{name}={numbers[name]}" for name in numbers if numbers[name] > 1]
         words += ["sp"] * self.sequence + ["lp"] * self.loss
         return "+".join(words)
 
@@ -57,7 +59,19 @@ class Strategy:
             self.sequence,
             enable_loss_parallel=self.loss,
             data_parallel_replicate_degree=self.replicas,
+            context_parallel_degree=self.context,
+            expert_parallel_degree=self.experts,
         )
+
+    @property
+    def alike(self) -> int:
+        """How many neighbouring ranks get one batch."""
+        return self.tensor * self.context
+
+    @property
+    def divides(self) -> bool:
+        """Whether ranks compute parts of what the plain model computes: their kernels sum in another order."""
+        return self.tensor > 1 or self.context > 1 or self.experts > 1
 
     @property
     def dtype(self) -> torch.dtype | None:
@@ -75,6 +89,14 @@ class Strategy:
         if world % copies:
             raise ValueError(f"{self}: expected a world that {copies} divides, found {world}")
         shards = world // copies
+        if self.context > 1 and self.replicas > 1:
+            raise ValueError(f"{self}: expected cp without hsdp beside it; leave one of the two out")
+        if shards % self.context:
+            raise ValueError(f"{self}: expected a number after cp that divides the {shards} ranks of a shard")
+        if self.experts > 1 and self.tensor > 1:
+            raise ValueError(f"{self}: expected ep without tp beside it; leave one of the two out")
+        if shards % self.experts:
+            raise ValueError(f"{self}: expected a number after ep that divides the {shards} ranks of a shard")
         if not isinstance(self.reshard, bool) and (shards % self.reshard or self.reshard in (1, shards)):
             raise ValueError(
                 f"{self}: expected a number after zero3 that divides the {shards} ranks of a shard, and is neither 1 "
@@ -85,14 +107,21 @@ class Strategy:
 
 # What is verified unless the user says otherwise.
 DEFAULT = ("zero3", "zero2", "zero3+bf16", "zero3+micro=2", "zero3+recompute", "zero3+offload")
-WORDS = "zero3, zero3=N, zero2, hsdp=N, bf16, fp16, pure, norms, offload, micro=N, recompute, tp=N, sp, lp"
+WORDS = "zero3, zero3=N, zero2, hsdp=N, bf16, fp16, pure, norms, offload, micro=N, recompute, tp=N, sp, lp, cp=N, ep=N"
 
 
 def parse_strategy(text: str) -> Strategy:
     """Raises `ValueError` with the words that there are."""
     found = Strategy()
     flags = {name: name for name in ("offload", "recompute", "pure", "norms")} | {"sp": "sequence", "lp": "loss"}
-    numbered = {"hsdp": "replicas", "micro": "micro", "tp": "tensor", "zero3": "reshard"}
+    numbered = {
+        "hsdp": "replicas",
+        "micro": "micro",
+        "tp": "tensor",
+        "zero3": "reshard",
+        "cp": "context",
+        "ep": "experts",
+    }
     for word in text.split("+"):
         name, _, number = word.strip().partition("=")
         if name in numbered and number.isdigit() and int(number) > 1:

@@ -25,13 +25,25 @@ from torch.utils.checkpoint import checkpoint
 
 from fullshard.migrate.axes import Axes
 from fullshard.migrate.declared import parallelize_by
+from fullshard.migrate.experts import (
+    ExpertDivision,
+    apply_experts,
+    divide_experts,
+    divide_gradients,
+    find_experts,
+    unit_arguments,
+)
+from fullshard.migrate.meshes import folded
 from fullshard.migrate.relations import Relations
+from fullshard.migrate.sequences import ContextParallel, sequences_of
+from fullshard.migrate.tensor_parallel import Replaced
+from fullshard.migrate.tree import Tree
 from fullshard.observe.partial_reads import PartialReads
 from fullshard.program import OwnDtype, Program, blocks_apart, to_device
 
 from .replicas import Copies, Held
 from .setting import SCALE, SEED, Setting, batch_index, clean, named, seed_generators, seed_of, ties_of
-from .strategy import norms_of
+from .strategy import Strategy, norms_of
 from .weights import Uses, Weights
 
 
@@ -114,15 +126,24 @@ class Training:
         blocks = blocks_apart(model) if strategy.recompute else []
         self.mesh = mesh = mesh or _mesh(setting, device)
         self.loss_context: Callable[[], AbstractContextManager[Any]] = nullcontext
+        # What cuts batches along `cp`, if there is the axis.
+        self.sequences: ContextParallel | None = None
+        cut = folded(mesh, ("data", "cp"), "shard") if strategy.context > 1 else mesh["shard"]
+        inner = mesh["replicate", "shard"] if strategy.replicas > 1 else cut
+        experts = ExpertDivision()
         if strategy.tensor > 1:
             made = (program.parallelize or parallelize_by(strategy.parallelism))(model, mesh["tp"])
             self.loss_context = made if callable(made) else nullcontext
-            if setting.library == "fullshard":
-                axes = Axes(dp_replicate=strategy.replicas, dp_shard=setting.shards, tp=strategy.tensor)
-                Relations(model, axes, mesh)
-        inner = mesh["replicate", "shard"] if strategy.replicas > 1 else mesh["shard"]
+        if strategy.divides and setting.library == "fullshard":
+            axes = _axes(setting)
+            if strategy.context > 1:
+                self.sequences = sequences = sequences_of(axes, mesh, cut, "auto")
+                self.loss_context = lambda: sequences
+            if strategy.experts > 1:
+                experts = _divided_experts(model, strategy, axes, mesh)
+            Relations(model, axes, mesh, sequences=self.sequences)
         self.trained: Any = (
-            Sharded(program, model, setting, inner, output_dtype)
+            Sharded(program, model, setting, inner, output_dtype, experts)
             if setting.is_fsdp2
             else former(program, model, setting, inner)
         )
@@ -137,7 +158,7 @@ class Training:
             self.trained.weights.gradients = []
         if not setting.prefetch:
             self.model.set_memory_budget(prefetch=0)
-        self.copies = Copies(mesh, self.model, _cuts(self.model)) if setting.is_fsdp2 else None
+        self.copies = Copies(mesh, cut, self.model, _cuts(self.model)) if setting.is_fsdp2 else None
 
     def before(self, control: dict[str, int]) -> Before:
         """Collective. `control`: see kernels.py."""
@@ -169,6 +190,7 @@ class Training:
                     weights.gradients.append({})
                 weights.phase = "forward"
                 with self.loss_context():
+                    batch = batch if self.sequences is None else self.sequences.split(batch)
                     with reading:
                         loss = self.program.loss(self.model, batch)
                     weights.phase = "backward"
@@ -206,11 +228,12 @@ class Sharded:
         setting: Setting,
         mesh: DeviceMesh,
         output_dtype: torch.dtype | None = None,
+        experts: ExpertDivision | None = None,
     ) -> None:
         own = norms_of(model) if setting.strategy.norms else []
         kept = {p for module in own for p in module.parameters()}
         self.weights = Weights(setting.strategy.dtype, {name for name, p in named(model) if p in kept})
-        self.weights.watch(model, shard(program, model, setting, mesh, output_dtype))
+        self.weights.watch(model, shard(program, model, setting, mesh, output_dtype, experts))
         self.model = self.plain = model
         self._full = full if dist.get_rank() == 0 else _taking_part
 
@@ -260,10 +283,16 @@ def former(program: Program, model: nn.Module, setting: Setting, mesh: DeviceMes
 
 
 def shard(
-    program: Program, model: nn.Module, setting: Setting, mesh: DeviceMesh, output_dtype: torch.dtype | None = None
+    program: Program,
+    model: nn.Module,
+    setting: Setting,
+    mesh: DeviceMesh,
+    output_dtype: torch.dtype | None = None,
+    experts: ExpertDivision | None = None,
 ) -> list[nn.Module]:
     """Apply the program's `shard` with `fully_shard` of the library, under the strategy's options; the modules that it
-    was called with, in order. `output_dtype`: of `model` itself."""
+    was called with, in order. `output_dtype`: of `model` itself. `experts`: units of their own, before those of the
+    program."""
     library: Any
     if setting.library == "torch":
         import torch.distributed.fsdp as library
@@ -285,8 +314,29 @@ def shard(
             given = {**given, "mp_policy": replace(policy, output_dtype=output_dtype)}
         return library.fully_shard(module, **{**options, **given})
 
+    experts = experts or ExpertDivision()
+    for name in experts.names:
+        module = model.get_submodule(name)
+        given = unit_arguments(module, experts, options.get("mp_policy", library.MixedPrecisionPolicy()))
+        library.fully_shard(module, **{**options, **given})
+        divide_gradients([module], _axes(setting))
+        units.append(module)
     program.shard(model, fully_shard)
     return units
+
+
+def _axes(setting: Setting) -> Axes:
+    strategy = setting.strategy
+    sizes = {"dp_replicate": strategy.replicas, "dp_shard": setting.shards // strategy.context}
+    return Axes(**sizes, cp=strategy.context, tp=strategy.tensor, ep=strategy.experts)
+
+
+def _divided_experts(model: nn.Module, strategy: Strategy, axes: Axes, mesh: DeviceMesh) -> ExpertDivision:
+    """Divide the experts of `model` over the ranks of `mesh`. Collective."""
+    tree = Tree(model)
+    experts = divide_experts(find_experts(tree, strategy.parallelism), axes, mesh)
+    apply_experts(tree, experts, experts.names, mesh, Replaced())
+    return experts
 
 
 def torch_has_overrides() -> bool:
@@ -297,10 +347,13 @@ def torch_has_overrides() -> bool:
 
 
 def _mesh(setting: Setting, device: torch.device) -> DeviceMesh:
-    """The axes "replicate", "shard" and "tp", without the outer two where they have one rank."""
+    """The axes "replicate", "shard" and "tp", without the outer two where they have one rank; with "cp" it has "data"
+    instead of "shard"."""
     strategy = setting.strategy
-    axes = {"replicate": strategy.replicas, "shard": setting.shards, "tp": strategy.tensor}
-    sizes = {name: size for name, size in axes.items() if size > 1 or name == "shard"}
+    shard = {"data": setting.shards // strategy.context, "cp": strategy.context}
+    axes = {"replicate": strategy.replicas, **(shard if strategy.context > 1 else {"shard": setting.shards})}
+    axes["tp"] = strategy.tensor
+    sizes = {name: size for name, size in axes.items() if size > 1 or name in ("shard", "data")}
     return init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
 
 

@@ -18,6 +18,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakIdKeyDictionary
 
+from fullshard.migrate.experts import EXPERT_SHARDS
+
 from .setting import named
 
 
@@ -86,9 +88,9 @@ class Weights:
             for key, name in names.items():
                 value: Tensor = found[key]
                 if isinstance(value, DTensor):
-                    if "shard" in (value.device_mesh.mesh_dim_names or ()):
+                    if {"shard", EXPERT_SHARDS} & {*(value.device_mesh.mesh_dim_names or ())}:
                         continue  # the program uses shards here, or a unit's forward that fully_shard does not know
-                    value = value.full_tensor()  # over the axis of tensor parallelism
+                    value = value.full_tensor()  # over the axis of tensor parallelism, or of experts
                 self._count += 1
                 if not self._is_held(value, self.held[name], self._dtype_of(name)):
                     copy = value.detach().to("cpu", copy=True)

@@ -8,6 +8,7 @@ from tests.faults.table import (
     divergence,
     exceptions,
     forks,
+    hand_over,
     initialisation,
     misuse,
     numbers,
@@ -35,6 +36,7 @@ CLASSES: dict[str, str] = {
     "forks": "forks, collected models, and who ends first",
     "reported": "reported: what people run into with FSDP2",
     "checkpoints": "checkpoints: saves and loads of several ranks",
+    "hand_over": "hand-over: transfers, weights, averages, sleep, whole matrices on their owners",
 }
 # Cases whose outcome is not the demanded one, and what is missing. A test fails when one of them is right by now.
 OPEN: dict[str, str] = dict.fromkeys(pending.OPEN, "one guard of what ranks do")
@@ -52,4 +54,5 @@ CASES: tuple[Case, ...] = (
     *forks.CASES,
     *reported.CASES,
     *checkpoints.CASES,
+    *hand_over.CASES,
 )
