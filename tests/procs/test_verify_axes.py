@@ -140,7 +140,6 @@ def test_the_degrees_of_a_config() -> None:
         ("declared", "zero3+tp=4", "must divide the key and value heads, 2; nearest legal plan"),
         ("other_data_by_hand", "zero3+tp=2+sp", "found a division of its own; leave the words"),
         ("declared", "zero3+ep=2", "expert_parallel_degree = 2: expected experts in Llama, found none"),
-        ("declared", "zero3+cp=4", "context_parallel_degree"),
     ],
 )
 def test_what_cannot_be_divided_is_said_before_processes_start(program: str, strategy: str, said: str) -> None:
