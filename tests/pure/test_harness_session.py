@@ -89,7 +89,7 @@ def test_an_expected_failure_outside_the_list_fails_the_run(tmp_path: Path) -> N
 
 def test_the_allow_list_is_short_and_of_tests_that_exist() -> None:
     lines = [line for line in (ROOT / "tests" / "allowed_skips.txt").read_text().splitlines() if line[:1] not in "#"]
-    assert len(lines) <= 6
+    assert len(lines) <= 7
     for line in lines:
         pattern, _, reason = line.partition("#")
         assert reason.strip(), f"no reason: {line}"
