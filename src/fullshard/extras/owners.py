@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -232,6 +233,16 @@ class OwnerSteps:
                 if line.scope is not None:
                     program_of(line.scope).half = ""
         self.written = ()
+
+    def owned(self) -> dict[int, list[int | None]]:
+        """The parameters that have owners, by id: which of their matrices this rank owns; None: a whole parameter. No
+        message."""
+        found: dict[int, list[int | None]] = {}
+        for plan, wholes, *_ in self._found().fleets:
+            me = plan.ranks.index(dist.get_rank())
+            for whole, owner in zip(wholes, plan.owners, strict=True):
+                found.setdefault(id(whole.parameter), []).extend([whole.number] if owner == me else [])
+        return found
 
     # ---- the plan ------------------------------------------------------------------------------------------
 
