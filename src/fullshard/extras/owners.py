@@ -292,11 +292,17 @@ class OwnerSteps:
         """Why the parameter has no owner; "" if it has."""
         if not isinstance(parameter, DTensor):
             return "not sharded"
-        if not _axes_of(parameter):
+        if not _axes_of(parameter) and not self._is_stack(name, parameter):
             return "whole on each rank"
         if group.get("use_muon") is False:
             return "use_muon=False: stepped on its shards"
         return "on_shards: stepped on its shards" if _matches(self.rules.on_shards, name, parameter) else ""
+
+    def _is_stack(self, name: str, parameter: DTensor) -> bool:
+        """Whether each index of dim 0 is a matrix of its own, also where no rank shares it."""
+        return parameter.ndim > 2 and (
+            isinstance(self._optimizer, _MUON) or _matches(self.rules.stacks, name, parameter)
+        )
 
     def _matrices_of(
         self, name: str, parameter: DTensor, group: int, axes: tuple[int, ...]
@@ -315,9 +321,7 @@ class OwnerSteps:
             for key, value in self._optimizer.state.get(parameter, {}).items()
             if is_shaped(value, parameter)
         )
-        is_stack = parameter.ndim > 2 and (
-            isinstance(self._optimizer, _MUON) or _matches(self.rules.stacks, name, parameter)
-        )
+        is_stack = self._is_stack(name, parameter)
         sizes = (parameter.dtype.itemsize, *(dtype.itemsize for _, dtype in state))
         made = []
         for index in range(place.shape[0]) if is_stack else (None,):
