@@ -35,7 +35,7 @@ GROUPS: dict[str, str] = {
 READ = ("README", "tutorials", "how-to", "concepts")
 RECORDS = "records"
 DECISIONS = "decisions"
-# Goals: 18,000 and 60,000. Pages of pipelines, experts and plans of published runs came after the others were shortened.
+# The goals are 18,000 and 60,000; pages of pipelines, experts and published runs came after the others were cut.
 BUDGET_READ = 18_900
 BUDGET_ALL = 63_000
 

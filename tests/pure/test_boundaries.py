@@ -44,8 +44,10 @@ ROOMS: dict[str, frozenset[str]] = {
     "rounding": frozenset(),
     "keys": frozenset(),
     "page": frozenset(),
+    # Of `layout` how sequences are cut, for a plan of attention over parts of them.
     "migrate": frozenset(
-        {"keys", "policy", "comm", "param", "engine", "api", "extras", "observe", "checkpoint", "program", "_torch"}
+        {"keys", "layout", "policy", "comm", "param", "engine", "api", "extras", "observe", "checkpoint", "program"}
+        | {"_torch"}
     ),
     # Of `observe` only the mode that sees numbers taken of parts of sums; what is compared does not go through it.
     "verify": frozenset({"", "program", "rounding", "page", "checkpoint", "observe", "migrate"}),

@@ -23,7 +23,16 @@ from tests.harness import tolerance
 from tests.harness.models import assert_same_training, collect, full_copy, seeded
 from tests.harness.threads import WORLD, run_ranks
 from tests.threads.test_optimizer_families import _in_float64
-from tests.threads.test_owners import Model, adafactor, assert_same, flat, give_gradients, muon, tensor_parallel
+from tests.threads.test_owners import (
+    LAYOUTS,
+    Model,
+    adafactor,
+    assert_same,
+    flat,
+    give_gradients,
+    muon,
+    tensor_parallel,
+)
 
 # ---- what goes wrong -------------------------------------------------------------------------------------------------
 
@@ -269,6 +278,34 @@ def test_stacks_are_cut_by_expert_and_stay_where_they_are() -> None:
             assert torch.equal(full_copy(found), ref.state[parameter]["momentum_buffer"]), name
 
     run_ranks(3, job)
+
+
+@pytest.mark.parametrize(
+    ("layout", "world"), [("flat", 1), ("hsdp", 2), ("hsdp", 4), ("flat", 2), ("flat", 4), ("tp", 4)]
+)
+@pytest.mark.sample(3)
+def test_stacks_are_stepped_by_expert_in_every_layout(layout: str, world: int) -> None:
+    """Also by one rank, and where each replica has them whole, as plain Muon takes two dims alone."""
+    models = [seeded(Model) for _ in range(2 * world)]
+
+    def job(rank: int) -> None:
+        plain, model = models[rank], LAYOUTS[layout](models[world + rank])
+        ref, optimizer = PerIndex([plain.up.weight], lr=0.1), torch.optim.Muon([model.up.weight], lr=0.1)  # type: ignore[list-item, union-attr]
+        for one, of in ((ref, plain), (optimizer, model)):
+            one.add_param_group({"params": [of.experts], "lr": 0.2})
+        plan = step_on_owners(optimizer, model=model).plan()
+        assert (plan.messages == 0) is (world == 1 or (layout, world) == ("hsdp", 2))
+        for step in range(2):
+            give_gradients(plain, model, step)
+            ref.step()
+            optimizer.step()
+        for name in ("up.weight", "experts"):
+            other, parameter = dict(model.named_parameters())[name], dict(plain.named_parameters())[name]
+            assert torch.equal(full_copy(other), parameter.detach()), name
+            found = optimizer.state[other]["momentum_buffer"]
+            assert torch.equal(full_copy(found), ref.state[parameter]["momentum_buffer"]), name
+
+    run_ranks(world, job)
 
 
 def test_what_is_stepped_on_shards_and_what_matrices_are() -> None:

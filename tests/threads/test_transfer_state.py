@@ -13,11 +13,13 @@ from torch.distributed.tensor import DTensor
 
 from fullshard import fully_shard, step_on_owners, transfer
 from fullshard.extras import TransferError
+from fullshard.extras.slept_memory import tensors_in
 from tests.harness import mailbox
 from tests.harness.installed import clear_sharding_cache
 from tests.harness.models import seeded
 from tests.harness.threads import run_ranks
-from tests.threads.test_owners import parted
+from tests.threads.test_owners import KINDS, LAYOUTS, assert_same, flat, give_gradients, parted
+from tests.threads.test_owners import Model as Matrices
 
 
 @pytest.fixture(autouse=True)
@@ -283,13 +285,52 @@ def test_state_of_owners_goes_to_other_owners_and_to_a_plain_model(build: Any) -
                 assert torch.equal(value[name], tensor), name
 
 
+@pytest.mark.parametrize("kind", ["soap", "shampoo", pytest.param("adafactor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("to", ["flat", "hsdp"])
+def test_state_of_matrices_arrives_on_their_owners_alone(kind: str, to: str) -> None:
+    """Lists of tensors too. Whole state crosses the line once for each replica, and no other rank has it."""
+
+    def rank_main(rank: int) -> tuple[int, int]:
+        clear_sharding_cache()
+        source, few = seeded(Matrices), DeviceMesh("cpu", [0, 1])
+        there = None
+        if rank < 2:
+            mine = KINDS[kind](flat(source, mesh=few).parameters())
+            step_on_owners(mine, model=source)
+            give_gradients(seeded(Matrices), source, 0)
+            mine.step()
+            there = source, mine
+        plain, target = seeded(Matrices), LAYOUTS[to](seeded(Matrices, seed=1))
+        ref, other = KINDS[kind](plain.parameters()), KINDS[kind](target.parameters())
+        owners = step_on_owners(other, model=target)
+        give_gradients(plain, plain, 0)
+        ref.step()
+        move = transfer(there, (target, other), limit_nbytes=64)
+        move.run()
+        assert_same(plain, ref, target, other, owners.plan())
+        # State that is not sharded, and has dims: what of it is here, and what all ranks would have.
+        mine_nbytes = all_nbytes = 0
+        for name, parameter in target.named_parameters():
+            for key, value in ref.state[dict(plain.named_parameters())[name]].items():
+                tensors = [t for _, t in tensors_in(value) if t.ndim]
+                here = other.state[parameter].get(key)
+                if tensors and not isinstance(here, DTensor) and name not in owners.plan().kept:
+                    all_nbytes += sum(tensor.nbytes for tensor in tensors)
+                    mine_nbytes += sum(tensor.nbytes for _, tensor in tensors_in(here) if tensor.ndim)
+        return mine_nbytes, all_nbytes
+
+    found = run_ranks(4, rank_main)
+    (everything,) = {every for _, every in found}
+    assert sum(here for here, _ in found) == everything * (2 if to == "hsdp" else 1) > 0
+
+
 def test_state_that_cannot_travel_is_named_on_all_ranks() -> None:
     def rank_main(rank: int) -> None:
         source, target = seeded(make), seeded(make, seed=1)
         optimizer = torch.optim.SGD(source.parameters(), lr=0.1)
         other = torch.optim.SGD(target.parameters(), lr=0.1)
         for key, entry, text in (
-            (source[0].weight, {"old_dirs": [torch.ones(2)]}, "Object of type Tensor"),  # type: ignore[index]
+            (source[0].weight, {"old_dirs": {1: torch.ones(2)}}, "Object of type Tensor"),  # type: ignore[index]
             ("of all", {"total": 1}, "expected state of parameters in its groups, found 'of all'"),
         ):
             optimizer.state.clear()

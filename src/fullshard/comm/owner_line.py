@@ -37,11 +37,16 @@ def owner_ranks(mesh: DeviceMesh, axes: Sequence[int]) -> tuple[tuple[int, ...],
 
 
 class OwnerLine:
-    """These ranks, and their messages of tensors on `device`. Making one over several axes is collective over them."""
+    """These ranks, and their messages of tensors on `device`. Making one over several axes is collective over them;
+    without axes it is this rank alone, which sends nothing."""
 
     def __init__(self, mesh: DeviceMesh, axes: Sequence[int], device: torch.device) -> None:
         self.ranks = tuple(int(mesh.mesh[place]) for place in owner_ranks(mesh, axes))
         self.rank = self.ranks.index(dist.get_rank())
+        self.device = device
+        self._line: Line | None = None
+        if not axes:
+            return
         first = mesh.get_group(axes[0])
         elsewhere = message_device(str(dist.get_backend_config(first)), device)
         # Where its messages are; tensors of another device are copied.
@@ -76,7 +81,7 @@ class OwnerLine:
     @property
     def scope(self) -> Scope | None:
         """The scope whose failures end its messages, if its backend has any."""
-        return None if self._line.data_group is None else self._line.data_group.scope
+        return None if self._line is None or self._line.data_group is None else self._line.data_group.scope
 
     @contextmanager
     def together(self, what: str) -> Iterator[None]:
@@ -91,6 +96,7 @@ class OwnerLine:
     def exchange(self, out: Tensor, pieces: Tensor, arriving: Sequence[int], leaving: Sequence[int]) -> Work:
         """All-to-all of bytes: `leaving[r]` bytes of `pieces` go to the rank at r, `arriving[r]` of `out` come from it.
         Both must not change, and must be kept, until the work is over."""
+        assert self._line is not None
         return self._line.exchange(out, pieces, arriving, leaving)
 
     def told(self, mine: str) -> dict[int, str]:
@@ -99,6 +105,8 @@ class OwnerLine:
 
     def same(self, mine: str) -> bool:
         """Whether `mine` is the same on all these ranks. Collective, 16 bytes."""
+        if self._line is None:
+            return True
         number = int.from_bytes(hashlib.blake2s(mine.encode(), digest_size=7).digest(), "big")
         most, least = self._texts.largest([number, -number])
         return most == -least

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -233,6 +234,16 @@ class OwnerSteps:
                     program_of(line.scope).half = ""
         self.written = ()
 
+    def owned(self) -> dict[int, list[int | None]]:
+        """The parameters that have owners, by id: which of their matrices this rank owns; None: a whole parameter. No
+        message."""
+        found: dict[int, list[int | None]] = {}
+        for plan, wholes, *_ in self._found().fleets:
+            me = plan.ranks.index(dist.get_rank())
+            for whole, owner in zip(wholes, plan.owners, strict=True):
+                found.setdefault(id(whole.parameter), []).extend([whole.number] if owner == me else [])
+        return found
+
     # ---- the plan ------------------------------------------------------------------------------------------
 
     def plan(self) -> OwnersPlan:
@@ -281,11 +292,17 @@ class OwnerSteps:
         """Why the parameter has no owner; "" if it has."""
         if not isinstance(parameter, DTensor):
             return "not sharded"
-        if not _axes_of(parameter):
+        if not _axes_of(parameter) and not self._is_stack(name, parameter):
             return "whole on each rank"
         if group.get("use_muon") is False:
             return "use_muon=False: stepped on its shards"
         return "on_shards: stepped on its shards" if _matches(self.rules.on_shards, name, parameter) else ""
+
+    def _is_stack(self, name: str, parameter: DTensor) -> bool:
+        """Whether each index of dim 0 is a matrix of its own, also where no rank shares it."""
+        return parameter.ndim > 2 and (
+            isinstance(self._optimizer, _MUON) or _matches(self.rules.stacks, name, parameter)
+        )
 
     def _matrices_of(
         self, name: str, parameter: DTensor, group: int, axes: tuple[int, ...]
@@ -304,9 +321,7 @@ class OwnerSteps:
             for key, value in self._optimizer.state.get(parameter, {}).items()
             if is_shaped(value, parameter)
         )
-        is_stack = parameter.ndim > 2 and (
-            isinstance(self._optimizer, _MUON) or _matches(self.rules.stacks, name, parameter)
-        )
+        is_stack = self._is_stack(name, parameter)
         sizes = (parameter.dtype.itemsize, *(dtype.itemsize for _, dtype in state))
         made = []
         for index in range(place.shape[0]) if is_stack else (None,):

@@ -61,8 +61,8 @@ def transfer(
         on each rank that passes it, and the same on all of them. What the source has, the target must have, and the
         other way round. An optimizer of the target needs no state yet, and has the source's alone afterwards; counts
         and settings that are no tensors are those of this call, and a run after they changed is refused. State of
-        another shape than its parameter's goes whole to each rank that has the parameter: plain, or replicated where
-        it is a DTensor in the source.
+        another shape than its parameter's goes whole to the rank that owns the matrix (`step_on_owners`), or else to
+        each rank that has the parameter: plain, or replicated where it is a DTensor in the source.
     names: from names of the source to those of the target: see `weights`.
     dtype: in which floating-point values travel; None: the narrower one of both ends. Values arrive in the target's
         dtype. The state of an optimizer keeps its own.
@@ -163,7 +163,7 @@ class Transfer:
                 units = write_shards(model, "transfer")
                 if units and any(local_data(tensor).is_meta for tensor in model.state_dict(keep_vars=True).values()):
                     allocate(model)
-            filled = Filled(self._target, self._state)
+            filled = Filled(self._target, self._state, self._ranks.rank)
             state = described(self._source)
             if state.text() != self._known:
                 raise RuntimeError("the optimizer's state or settings changed since; make the transfer anew")
@@ -295,7 +295,7 @@ def _planned(
     return TransferPlan(links, sources, targets, ranks.members, limit_nbytes, kind, exact), moved, problems, device
 
 
-_NOTHING = json.dumps([{}, [], [], {}])
+_NOTHING = json.dumps([{}, [], [], {}, {}])
 
 
 def _linked(names: Names, sources: Mapping[str, Held], targets: Mapping[str, Held]) -> tuple[list[Link], list[str]]:

@@ -1,15 +1,17 @@
 """The state of an optimizer in a transfer: what it holds for each parameter, under the names of the parameters.
 
 A tensor of a parameter's shape goes where the parameter goes: renamed, fused, split or packed with it, and placed like
-it in the target. One of another shape (the factors of Adafactor and Shampoo) goes whole to every rank that has the
-parameter, which must not be fused or split. So does one without dims (a count of steps); of fused parameters the first
-one's counts.
+it in the target. One of another shape (the factors of Adafactor and Shampoo), and one in a list or dict (SOAP), goes
+whole to the rank that owns the matrix (`step_on_owners`), or else to every rank that has the parameter, which must not
+be fused or split. So does one without dims (a count of steps); of fused parameters the first one's counts.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -18,12 +20,15 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
 
 from .._torch import dtensor_like, settled
+from ..engine.foreign_steps import ON_OWNERS
 from ..engine.names import clean_name
 from ..layout import Held, Link, Names, Parts, Portion, rename, whole
 from ..param import dtype_named, local_data
 
-# Between the name of a parameter and that of its state.
-_MARK = "\0"
+# Between the name of a parameter and that of its state; before the place in a list or dict.
+_MARK, _INSIDE = "\0", "\1"
+# In a value of the state that is no tensor: the place of a tensor; a tuple.
+_TENSOR, _TUPLE = "\0tensor", "\0tuple"
 
 
 def key_of(name: str, entry: str) -> str:
@@ -33,7 +38,7 @@ def key_of(name: str, entry: str) -> str:
 
 def shown(text: str) -> str:
     """`text` with names of state tensors for people: state["exp_avg"] of weight."""
-    return text.replace(_MARK, " of the optimizer's state, ")
+    return text.replace(_MARK, " of the optimizer's state, ").replace(_INSIDE, "")
 
 
 def optimizers_of(side: Any) -> list[Optimizer]:
@@ -76,29 +81,35 @@ def _kind(tensor: Tensor, parameter: Tensor) -> Kind:
 
 class Described(NamedTuple):
     """The state that one rank has. `tensors`: state by `key_of`, and `kinds` of it; `values`: state that is no tensor;
-    `groups`: names and settings of each group; `names`: of the parameters of its optimizers, in any role."""
+    `groups`: names and settings of each group; `names`: of the parameters of its optimizers, in any role; `owned`: of
+    parameters that have owners, the matrices that this rank owns."""
 
     tensors: dict[str, Tensor]
     kinds: dict[str, Kind]
     values: dict[str, Any]
     groups: list[tuple[list[str], dict[str, Any]]]
     names: list[str]
+    owned: dict[str, list[int | None]]
 
     def text(self) -> str:
         """Everything but the tensors."""
-        return json.dumps([self.values, self.groups, self.names, self.kinds], sort_keys=True)
+        return json.dumps([self.values, self.groups, self.names, self.kinds, self.owned], sort_keys=True)
 
 
 def described(side: Any) -> Described:
     """The optimizers of one side on this rank."""
     optimizers = optimizers_of(side)
     if not optimizers:
-        return Described({}, {}, {}, [], [])
+        return Described({}, {}, {}, [], [], {})
     parameters = parameters_of(side[0], optimizers)
     name_of = {id(parameter): name for name, parameter in parameters.items()}
     tensors, kinds, values = dict[str, Tensor](), dict[str, Kind](), dict[str, Any]()
     groups = list[tuple[list[str], dict[str, Any]]]()
+    owned = dict[str, list[int | None]]()
     for optimizer in optimizers:
+        owners = vars(optimizer).get(ON_OWNERS)
+        for parameter_id, numbers in owners.owned().items() if owners is not None else ():
+            owned[name_of[parameter_id]] = numbers
         for parameter, entries in optimizer.state.items():
             if id(parameter) not in name_of:
                 raise TypeError(f"expected state of parameters in its groups, found {parameter!r:.60}")
@@ -107,7 +118,10 @@ def described(side: Any) -> Described:
                 if isinstance(value, Tensor):
                     tensors[key], kinds[key] = settled(value), _kind(value, parameter)
                 else:
-                    values[key] = value
+                    inside = dict[str, Tensor]()
+                    values[key] = _without_tensors(value, key, inside)
+                    tensors |= inside
+                    kinds |= {place: _kind(tensor, parameter) for place, tensor in inside.items()}
         for group in optimizer.param_groups:
             settings = {
                 name: value.item() if isinstance(value, Tensor) else value
@@ -115,14 +129,42 @@ def described(side: Any) -> Described:
                 if name not in ("params", "param_names")
             }
             groups.append(([name_of[id(parameter)] for parameter in group["params"]], settings))
-    return Described(tensors, kinds, values, groups, list(parameters))
+    return Described(tensors, kinds, values, groups, list(parameters), owned)
+
+
+def _without_tensors(value: Any, key: str, found: dict[str, Tensor]) -> Any:
+    """`value` as JSON has it, with places of tensors, which are put into `found`."""
+    if isinstance(value, Tensor):
+        key = key if _INSIDE in key else f"{key}{_INSIDE}"
+        found[key] = settled(value)
+        return {_TENSOR: key.partition(_MARK)[2]}
+    start = key if _INSIDE in key else f"{key}{_INSIDE}"
+    if isinstance(value, (list, tuple)):
+        made = [_without_tensors(entry, f"{start}[{number}]", found) for number, entry in enumerate(value)]
+        return made if isinstance(value, list) else {_TUPLE: made}
+    if isinstance(value, dict) and all(isinstance(one, str) for one in value):
+        return {one: _without_tensors(entry, f"{start}[{one}]", found) for one, entry in value.items()}
+    return value
+
+
+def _with_tensors(value: Any, tensors: Mapping[str, Tensor]) -> Any:
+    """Returns what `_without_tensors` was given. Raises `KeyError` if a tensor is not among `tensors`."""
+    if isinstance(value, list):
+        return [_with_tensors(entry, tensors) for entry in value]
+    if not isinstance(value, dict):
+        return value
+    if _TENSOR in value:
+        return tensors[value[_TENSOR]]
+    if _TUPLE in value:
+        return tuple(_with_tensors(entry, tensors) for entry in value[_TUPLE])
+    return {one: _with_tensors(entry, tensors) for one, entry in value.items()}
 
 
 class State(NamedTuple):
     """The state that goes from the optimizers of the source into those of the target, the same on all ranks.
 
     `values`, `settings`: by the target's name of a parameter; the first what is no tensor, by entry. `whole`: the
-    targets that are whole on each rank, and of what kind they are in the source."""
+    targets that are whole on some ranks, and of what kind they are in the source."""
 
     links: list[Link]
     targets: dict[str, Held]
@@ -144,11 +186,16 @@ def planned(
     there, here = sides
     made = State([], {}, {}, {}, [], {})
     holders: dict[str, list[int]] = {}
-    for (_, _, known, _), those in here:
+    # The owners of matrices, by name and number in a stack.
+    owners: dict[str, dict[int | None, list[int]]] = {}
+    for (_, _, known, _, owned), those in here:
         for name in known:
             holders.setdefault(name, []).extend(those)
-    if not holders or not any(known for _, _, known, _ in there):
-        if holders or any(known for _, _, known, _ in there):
+        for name, numbers in owned.items():
+            for number in numbers:
+                owners.setdefault(name, {}).setdefault(number, []).extend(those)
+    if not holders or not any(known for _, _, known, *_ in there):
+        if holders or any(known for _, _, known, *_ in there):
             made.problems.append("an optimizer on one side alone; pass (model, optimizer) for both, or for none")
         return made
     shapes = {name: targets[name].shape for name in holders if name in targets}
@@ -168,7 +215,7 @@ def planned(
         name, _, entry = key.partition(_MARK)
         for target in (target for target, source in first.items() if source == name):
             made.values.setdefault(target, {})[entry] = value
-    kinds = {key: Kind(*kind) for *_, known in there for key, kind in known.items()}
+    kinds = {key: Kind(*kind) for _, _, _, known, _ in there for key, kind in known.items()}
     links: dict[str, list[Link]] = {}
     for link in everything.links:
         if link.target in holders:
@@ -179,7 +226,7 @@ def planned(
         shape = sources[source].shape
         for link in links.get(source, ()):
             target, goal = key_of(link.target, entry), targets[link.target]
-            if held.shape == shape and shape:
+            if held.shape == shape and shape and _INSIDE not in entry:
                 made.links.append(link._replace(source=key, target=target))
                 made.targets.setdefault(target, Held(goal.shape, held.dtype, goal.parts, target))
             elif held.shape and (link.lifted or not link.lengths == shape == goal.shape):
@@ -188,7 +235,9 @@ def planned(
                     f"cut or joined as the parameter is for {link.target}"
                 )
             elif first[link.target] == source and target not in made.targets:
-                at, ranks = (0,) * len(held.shape), tuple(sorted(set(holders[link.target])))
+                # A count of steps goes everywhere.
+                those = _owners_of(entry, owners.get(link.target, {})) if held.shape else []
+                at, ranks = (0,) * len(held.shape), tuple(sorted(set(those or holders[link.target])))
                 alike = parts.setdefault((held.shape, ranks), Parts([Portion(whole(held.shape), ranks)]))
                 made.links.append(Link(key, target, at, at, held.shape))
                 made.targets[target] = Held(held.shape, held.dtype, alike, target)
@@ -196,10 +245,16 @@ def planned(
     return made
 
 
+def _owners_of(entry: str, owners: Mapping[int | None, list[int]]) -> list[int]:
+    """The ranks that own what `entry` is of: a matrix, or one of a stack, whose number is at its end."""
+    number = re.search(r"\[(\d+)\]$", entry.partition(_INSIDE)[0])
+    return owners.get(None) or (owners.get(int(number[1]), []) if number else [])
+
+
 class Filled:
     """The target's optimizers on this rank while their state arrives: new tensors where there are none that fit."""
 
-    def __init__(self, side: Any, state: State) -> None:
+    def __init__(self, side: Any, state: State, rank: int) -> None:
         self._state, self._optimizers = state, optimizers_of(side)
         self._known = parameters_of(side[0], self._optimizers) if self._optimizers else {}
         # The tensors of this rank, to be written, by `key_of`.
@@ -207,7 +262,7 @@ class Filled:
         for key, held in state.targets.items():
             name, _, entry = key.partition(_MARK)
             parameter = self._known.get(name)
-            if parameter is not None:
+            if parameter is not None and (key not in state.whole or rank in held.parts.by_rank or not held.parts.parts):
                 self.tensors[key] = self._tensor(key, entry, parameter, held)
 
     def _owner(self, parameter: nn.Parameter) -> tuple[Optimizer, dict[str, Any]]:
@@ -246,10 +301,15 @@ class Filled:
 
     def commit(self) -> None:
         """Everything has arrived: the optimizers have it, and nothing else."""
-        arrived: dict[str, dict[str, Any]] = {name: dict(self._state.values.get(name, {})) for name in self._known}
+        arrived: dict[str, dict[str, Any]] = {name: {} for name in self._known}
+        inside: dict[str, dict[str, Tensor]] = {name: {} for name in self._known}
         for key, tensor in self.tensors.items():
             name, _, entry = key.partition(_MARK)
-            arrived[name][entry] = tensor
+            (inside if _INSIDE in entry else arrived)[name][entry] = tensor
+        for name, tensors in inside.items():
+            for entry, value in self._state.values.get(name, {}).items():
+                with suppress(KeyError):  # its owner has it
+                    arrived[name][entry] = _with_tensors(value, tensors)
         for name, parameter in self._known.items():
             state = self._owner(parameter)[0].state
             state.pop(parameter, None)

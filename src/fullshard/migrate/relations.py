@@ -95,7 +95,7 @@ class Relations:
         if sequences is not None and axes.cp > 1:
             sequences.on_split = self._split
         self.alike = 0
-        # Those of this rank in a pipeline.
+        # The stages of this rank in a pipeline.
         self.stages: Sequence[nn.Module] = ()
         # Known after `fully_shard`, which comes before the first forward.
         self.divisors: Divisors | None = None
@@ -149,7 +149,7 @@ class Relations:
             )
 
     def _wrong_divisor(self) -> str:
-        """What is wrong with a divisor of this rank's stages, or ""."""
+        """Returns what is wrong with a divisor of this rank's stages, or ""."""
         if self.divisors is None:
             self.divisors = Divisors(self.stages, self.axes)
         try:

@@ -61,7 +61,7 @@ class Sent:
 
     @classmethod
     def named(cls, name: str, count: int, nbytes: float) -> Sent:
-        """Of messages that a line calls `name`: with the axis before it, if that is not `tp`."""
+        """Messages that a line calls `name`: with the axis before it, if that is not `tp`."""
         axis, _, operation = name.rpartition(":")
         return cls(operation, count, nbytes, axis or "tp")
 

@@ -213,7 +213,7 @@ class _Recorder(TorchDispatchMode):
         self._ran += 1
 
     def message(self, axis: str, operation: str, nbytes: int, *, once: bool) -> None:
-        """Of an axis whose messages torch does not dispatch here."""
+        """Record a message of an axis whose messages torch does not dispatch here."""
         if self.backward:
             self._switch()
         use = OUTSIDE if once else self._use

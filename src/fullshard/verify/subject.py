@@ -126,7 +126,7 @@ class Training:
         blocks = blocks_apart(model) if strategy.recompute else []
         self.mesh = mesh = mesh or _mesh(setting, device)
         self.loss_context: Callable[[], AbstractContextManager[Any]] = nullcontext
-        # What cuts batches along `cp`, if there is the axis.
+        # The context that cuts batches along `cp`, if there is the axis.
         self.sequences: ContextParallel | None = None
         cut = folded(mesh, ("data", "cp"), "shard") if strategy.context > 1 else mesh["shard"]
         inner = mesh["replicate", "shard"] if strategy.replicas > 1 else cut
