@@ -48,7 +48,7 @@ def test_commands_options_names_and_files_complete(script: Path) -> None:
     assert answers(script, "fullshard checkpoint con") == ["convert"]
     assert answers(script, "fullshard plan --re") == ["--recompute", "--reduce-dtype", "--replicas", "--reshard"]
     assert answers(script, "fullshard plan --recompute ") == ["alternate", "none", "selective", "whole"]
-    assert answers(script, "fullshard plan --hardware h") == ["h100-80g", "h200-141g", "here"]
+    assert answers(script, "fullshard plan --hardware h") == ["h100-80g", "h100-96g", "h200-141g", "here"]
     assert answers(script, "fullshard plan --explain smal") == ["smaller-mesh"]
     assert answers(script, "fullshard see full") == answers(script, "fullshard doctor full") == ["fullshard.bash"]
     assert answers(script, "fullshard plan --nothing-like-it") == []
