@@ -19,6 +19,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import fullshard
 from fullshard import Prepared, prepare_fully_shard
+from fullshard.extras import matrices
 from fullshard.migrate import LEVELS, ConfigError, read_config
 from tests.harness.models import (
     BY_NAME,
@@ -29,6 +30,7 @@ from tests.harness.models import (
     adamw,
     assert_same_training,
     collect,
+    full_copy,
     seeded,
 )
 from tests.harness.models import train_reference as plainly
@@ -471,6 +473,46 @@ def test_optimizers() -> None:
     for found in (*run_ranks(WORLD, several_optimizers), *run_ranks(WORLD, trained_before)):
         assert_same_training(found, expected)
     assert all("embedding.weight" in told and "fully_shard" in told for told in run_ranks(WORLD, stale))
+
+
+def matrices_on_owners(rank: int, config: Any) -> dict[str, torch.Tensor]:
+    """Muon and AdamW of before, with state; an average; equal batches, so that a mean of two gradients is exact."""
+    model = CASE.build()
+    muon, adam = matrix_optimizers(model)
+    for step in range(5):
+        if step == 2 and config is not None:
+            prepared = prepare_fully_shard(model, [muon, adam], config, show=False)
+            owners = fullshard.step_on_owners(prepared.optimizers, model=model)
+            assert owners.optimizers == (muon, adam)
+        if step == 3:
+            mean = fullshard.average(model, decay=0.5)
+        CASE.loss(model, CASE.batch(step, 0)).backward()
+        for one in (muon, adam):
+            one.step()
+            one.zero_grad()
+        if step >= 3:
+            mean.update()
+    assert config is None or owners.plan().messages == (2 if config == {} else 0)
+    found = {name: full_copy(p) for name, p in model.named_parameters()}
+    for name, p in model.named_parameters():
+        state = {**muon.state.get(p, {}), **adam.state.get(p, {})}
+        found |= {f"{name} {key}": full_copy(value) for key, value in state.items()}
+    return found | {f"the average of {name}": full_copy(t) for name, t in mean.state_dict()["means"].items()}
+
+
+def matrix_optimizers(model: nn.Module) -> tuple[torch.optim.Optimizer, torch.optim.Optimizer]:
+    muon = torch.optim.Muon(matrices(model), lr=0.02)
+    return muon, torch.optim.AdamW(matrices(model, rest=True), lr=1e-2)
+
+
+@pytest.mark.parametrize("config", [{}, {"sharding": {"data_parallel_replicate_degree": 2}}])
+def test_optimizers_of_matrices_continue_on_owners(config: Any) -> None:
+    """Bit for bit those of one process, with the state that they had before the model was sharded."""
+    (expected,) = run_ranks(1, matrices_on_owners, None)
+    for found in run_ranks(2, matrices_on_owners, config):
+        assert found.keys() == expected.keys()
+        for name, value in expected.items():
+            assert torch.equal(found[name], value), name
 
 
 @pytest.mark.sample(2)
