@@ -16,7 +16,9 @@ from torch import nn
 from fullshard import MixedPrecisionPolicy, Program
 from fullshard.cli import main
 from fullshard.plan import Strategy
-from fullshard.plan.facts import describe
+from fullshard.plan.comparison import machine_file
+from fullshard.plan.facts import describe, measured_device
+from fullshard.plan.machine import find_hardware
 from fullshard.program import OwnDtype, ProgramError, modules_of
 from fullshard.train import shapes
 from fullshard.train.config import load_config
@@ -146,10 +148,18 @@ def test_modules_in_float32(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.slow
-def test_what_does_not_fit_says_what_does(capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_does_not_fit_says_what_does(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     entry = ["plan", f"{__name__}:program", "--ranks", "2", "--micro", "64"]
     assert main([*entry, "--json"]) == 0
-    needed = json.loads(capsys.readouterr().out)["peak_bytes"]
+    found = json.loads(capsys.readouterr().out)
+    needed, margin = found["peak_bytes"], found["margin_bytes"]
+    assert margin == pytest.approx(0.05 * needed, abs=1)
+    assert main([*entry, "--budget", str((needed + margin - 10) / 1e9)]) == 1
+    assert "to spare are less than the margin of 5%" in capsys.readouterr().out
+    # Of so small a model the margin would be more than all that changes save.
+    exact = tmp_path / "exact.toml"
+    exact.write_text('base = "h100-80g"\nmargin = 0.0\n')
+    entry += ["--hardware", str(exact)]
     assert main([*entry, "--budget", str((needed - 1) / 1e9)]) == 1
     said = capsys.readouterr().out
     assert "does not fit: peak" in said and "the cheapest changes that fit" in said
@@ -303,3 +313,84 @@ def test_70b_on_1024_ranks_takes_seconds() -> None:
     )
     assert run.returncode == 0, run.stderr
     assert json.loads(run.stdout)["parameters"] == 70_553_706_496
+
+
+# ---- dials of times, margins, and what comes after a run -------------------------------------------------------------
+
+
+def test_dials_of_storage_and_kernels(capsys: pytest.CaptureFixture[str]) -> None:
+    entry = f"{__name__}:program"
+    found = []
+    for given in ([], ["--storage-dtype", "bfloat16"], ["--compile"], ["--float8"]):
+        assert main(["plan", entry, "--ranks", "2", "--json", *given]) == 0
+        found.append(json.loads(capsys.readouterr().out))
+    plain, stored, compiled, float8 = found
+    assert stored["strategy"]["storage_dtype"] == "bfloat16"
+    assert 2 * stored["terms"]["parameters"] == plain["terms"]["parameters"]
+    assert compiled["compute_seconds"] < plain["compute_seconds"] and compiled["peak_bytes"] == plain["peak_bytes"]
+    assert float8["strategy"]["float8"] and float8["compute_seconds"] <= plain["compute_seconds"]
+    assert main(["plan", entry, "--hardware", "a100-80g", "--float8"]) == 2
+    assert "float8: expected a device" in capsys.readouterr().err
+
+
+def _run(folder: Path, seconds: list[float]) -> Path:
+    folder.mkdir()
+    lines = [json.dumps({"step": n, "seconds": each, "memory_bytes": 1000}) for n, each in enumerate(seconds, 1)]
+    (folder / "metrics.jsonl").write_text("".join(f"{line}\n" for line in lines))
+    return folder
+
+
+def test_a_run_says_which_machine_would_have_made_its_plan_right(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    entry, mine = f"{__name__}:program", tmp_path / "mine.toml"
+    asked = ["plan", entry, "--ranks", "2"]
+    for hardware, factor in (("cpu", 3.0), ("h100-80g", 0.7)):
+        main([*asked, "--hardware", hardware, "--json"])
+        took = factor * json.loads(capsys.readouterr().out)["step_seconds"]
+        run = _run(tmp_path / hardware, [9e9, took, took * 0.99, took * 1.01])
+        assert main([*asked, "--hardware", hardware, "--compare", str(run), "--calibrate", str(mine)]) == 0
+        out = capsys.readouterr().out
+        assert f"{1 / factor - 1:+.1%}" in out and "3 steps, the median" in out and "matmul = " in out
+        assert mine.read_text() in out
+        main([*asked, "--hardware", str(mine), "--json"])
+        assert json.loads(capsys.readouterr().out)["step_seconds"] == pytest.approx(took, rel=0.01)
+
+
+def test_where_messages_take_longer_than_the_step_they_are_what_differs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    slow = tmp_path / "slow.toml"
+    slow.write_text('base = "cpu"\nlatency = 10.0\n')
+    asked, run = ["plan", f"{__name__}:program", "--ranks", "2"], _run(tmp_path / "run", [2.0, 2.0])
+    assert main([*asked, "--hardware", str(slow), "--compare", str(run), "--calibrate", str(slow)]) == 0
+    assert "latency = " in capsys.readouterr().out
+    main([*asked, "--hardware", str(slow), "--json"])
+    assert json.loads(capsys.readouterr().out)["step_seconds"] == pytest.approx(2.0, rel=0.01)
+
+
+def test_a_run_without_steps_and_no_source(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    entry = f"{__name__}:program"
+    for given, said in (
+        ([entry, "--compare", str(tmp_path)], "cannot read it"),
+        ([entry, "--compare", str(_run(tmp_path / "none", []))], "expected a run that recorded steps"),
+        ([], "expected a SOURCE to plan"),
+    ):
+        assert main(["plan", *given, "--hardware", "cpu"]) == 2
+        assert said in capsys.readouterr().err
+
+
+def test_a_machine_is_measured_and_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "here.toml"
+    assert main(["plan", "--hardware", "cpu", "--calibrate", str(file)]) == 0
+    found, base = find_hardware(str(file)), find_hardware("cpu")
+    assert file.read_text() == capsys.readouterr().out
+    assert found.flops2 > 0 and found.bandwidth > 0 and (found.flops4, found.launch) != (base.flops4, base.launch)
+    shares = measured_device(find_hardware("h100-80g"), torch.device("cpu"), rows=64, width=64)
+    assert (
+        shares.matmul > 0
+        and shares.stream > 0
+        and shares.host > 0
+        and shares.flops2 == find_hardware("h100-80g").flops2
+    )
+    assert "float8" not in machine_file(shares, "h100-80g") and "matmul = " in machine_file(shares, "h100-80g")

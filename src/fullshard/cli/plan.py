@@ -14,7 +14,8 @@ from fullshard.cli.axes import add_axes, parallelism_of, refuse_beside_config
 
 if TYPE_CHECKING:
     from fullshard.migrate.parallelism import Parallelism
-    from fullshard.plan import Planner, Strategy
+    from fullshard.plan import Plan, Planner, Strategy
+    from fullshard.plan.machine import Hardware
     from fullshard.program import Program
 
 _EXAMPLES = """\
@@ -25,6 +26,7 @@ examples:
   fullshard plan train.toml --ranks 4 --hardware cpu                  a config of the trainer
   fullshard plan Llama-3.2-1B/config.json --ranks 8 --hardware mi300x-192g --batch 16 --micro 4
   fullshard plan my_model:program --ranks 16 --hardware my.toml --html plan.html
+  fullshard plan train.toml --ranks 4 --hardware cpu --compare runs/one --calibrate mine.toml
   fullshard plan llama-70b --ranks 64 --tensor-parallel 8    the mesh, who holds what, the messages of each axis
 
 SOURCE: a config of the trainer (.toml), module:function that returns a fullshard.Program, a Hugging Face config.json,
@@ -43,7 +45,7 @@ def add_command(commands: Any) -> None:
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    plan.add_argument("source", metavar="SOURCE", help="what is planned (below)")
+    plan.add_argument("source", metavar="SOURCE", nargs="?", help="what is planned (below)")
     plan.add_argument("--ranks", type=int, default=8, metavar="N", help="devices, any number (default: 8)")
     plan.add_argument(
         "--hardware", default="h100-80g", metavar="NAME", help="a profile, a TOML file, or here: this CPU, measured"
@@ -82,6 +84,15 @@ def add_command(commands: Any) -> None:
     plan.add_argument("--failures", type=float, metavar="HOURS", help="between two failures of one device")
     plan.add_argument("--search", action="store_true", help="try every combination of the dials, on every mesh")
     plan.add_argument("--explain", metavar="QUESTION", help="answer one question")
+    plan.add_argument(
+        "--compare", type=Path, metavar="RUN", help="after a run of the trainer: its figures beside the plan's"
+    )
+    plan.add_argument(
+        "--calibrate",
+        type=Path,
+        metavar="FILE",
+        help="measure this machine and write FILE for --hardware; with --compare, what the run says about it",
+    )
     plan.add_argument("--rough", action="store_true", help="the rule of thumb of the guide, and the plan beside it")
     plan.add_argument("--assumptions", action="store_true", help="print everything that is assumed")
     plan.add_argument("--json", action="store_true", help="one JSON object on stdout")
@@ -126,6 +137,10 @@ def _run(arguments: argparse.Namespace) -> int:
     if arguments.explain is not None and arguments.explain not in QUESTIONS:
         raise ValueError(f"--explain {arguments.explain}: expected one of {', '.join(QUESTIONS)}")
     hardware = find_hardware("cpu" if arguments.hardware == "here" else arguments.hardware)
+    if arguments.calibrate is not None and arguments.compare is None:
+        return _calibrate(hardware, arguments.calibrate, arguments.ranks)
+    if arguments.source is None:
+        raise ValueError("expected a SOURCE to plan, found none")
     if arguments.hardware == "here":
         hardware = replace(measured_cpu(hardware), memory=physical_nbytes() / arguments.ranks)
     programs, strategy, about = _source(arguments, hardware.backend)
@@ -152,6 +167,8 @@ def _run(arguments: argparse.Namespace) -> int:
         sequence=arguments.sequence,
         failure_hours=arguments.failures or FAILURE_HOURS,
     )
+    if arguments.compare is not None:
+        return _compare(planner.plan(strategy), arguments)
     if arguments.explain is not None:
         lines = explain(arguments.explain, planner, strategy)
         print(json.dumps({"question": arguments.explain, "answer": lines}) if arguments.json else "\n".join(lines))
@@ -192,6 +209,56 @@ def _run(arguments: argparse.Namespace) -> int:
     if arguments.assumptions:
         print("\nassumed\n" + "\n".join(f"  {text}" for text in assumptions(plan)))
     return 0 if plan.fits else 1
+
+
+def _compare(plan: Plan, arguments: argparse.Namespace) -> int:
+    """The plan beside a run, and the machine that would have made it right."""
+    from fullshard.plan.comparison import adjusted, compared, machine_file, measured_by
+    from fullshard.train.metrics import read_metrics
+
+    if not plan.strategy.timed:
+        raise ValueError("--compare: needs times, which are not planned for these axes; leave it out")
+    path = arguments.compare / "metrics.jsonl"
+    try:
+        run = measured_by(read_metrics(path))
+    except OSError as error:
+        raise ValueError(f"--compare {path}: cannot read it: {error.strerror or error}") from None
+    print("\n".join(compared(plan, run)))
+    text = machine_file(adjusted(plan, run.seconds), _base(plan.hardware))
+    print(f"\na machine file that makes the step as long as it was\n\n{text}", end="")
+    if arguments.calibrate is not None:
+        arguments.calibrate.write_text(text, encoding="utf-8")
+    return 0
+
+
+def _calibrate(hardware: Hardware, path: Path, ranks: int) -> int:
+    """Measure this machine, and write what differs from the profile."""
+    import torch
+
+    from fullshard.plan.comparison import machine_file
+    from fullshard.plan.facts import measured_cpu, measured_device, physical_nbytes
+
+    base = _base(hardware)
+    if hardware.blocking:
+        found = replace(measured_cpu(hardware), memory=physical_nbytes() / ranks)
+    else:
+        device = torch.accelerator.current_accelerator(check_available=True)
+        if device is None:
+            raise ValueError(
+                f"--calibrate: expected a device to measure as {hardware.name}, found none; --hardware cpu"
+            )
+        found = measured_device(hardware, device)
+    text = machine_file(found, base)
+    path.write_text(text, encoding="utf-8")
+    print(text, end="")
+    return 0
+
+
+def _base(hardware: Hardware) -> str:
+    """The profile that a machine file of `hardware` begins with."""
+    from fullshard.plan.machine import PROFILES
+
+    return hardware.name if hardware.name in PROFILES else "cpu" if hardware.blocking else "h100-80g"
 
 
 def _rough(planner: Planner, strategy: Strategy) -> list[str]:

@@ -13,6 +13,7 @@ machine       hardware as data
 simulation    the rules of `schedule` run with clocks and a byte counter: `account`, `clock`, `reductions`
 result        a plan: the ledger, times, padding, the interval of checkpoints
 search        which strategy fits, and which is the fastest
+comparison    a plan beside a run, and the machine that would have made it right
 questions     `--explain`
 rough         the rule of thumb of seed 002
 page          a picture and a page

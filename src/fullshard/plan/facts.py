@@ -355,39 +355,82 @@ def physical_nbytes() -> float:
 def measured_cpu(base: Hardware) -> Hardware:
     """`base` with what this CPU reaches, in the threads that torch uses now: the products of a linear layer, attention
     (in float32) beside them, both forward and backward, memory, and the host time of an operation. Takes a second."""
-
-    def best(call: Callable[[], object], repeats: int = 5) -> float:
-        taken = []
-        for _ in range(repeats + 1):
-            start = time.perf_counter()
-            call()
-            taken.append(time.perf_counter() - start)
-        return min(taken[1:])
-
     # A context of 1,024: shorter ones reach less of the peak, but there attention is a small part of a step.
-    rows, width, length, heads = 1024, 768, 1024, 8
-    rates = []
-    for dtype in (torch.bfloat16, torch.float32):
-        x, weight = torch.ones(rows, width, dtype=dtype), torch.ones(width, width, dtype=dtype)
-        taken = best(lambda x=x, w=weight: (x @ w.t(), x @ w, x.t() @ x))  # type: ignore[misc]
-        rates.append(3 * 2 * rows * width**2 / taken)
-    q = torch.ones(2, heads, length, width // heads, requires_grad=True)
-    taken = best(lambda: F.scaled_dot_product_attention(q, q, q, is_causal=True).sum().backward())
-    # Two products forward and five backward, as a tape counts them, of half of the square.
-    attention = 7 * 2 * length**2 * width / taken / rates[-1]
-    # Written over, and far larger than caches: a new block of this size would measure page faults, which a step that
-    # uses the same memory again does not pay.
-    long, over, small = torch.ones(1 << 24), torch.ones(1 << 24), torch.ones(8)
-    bandwidth = 2 * long.nbytes / best(lambda: torch.neg(long, out=over))
-    launch = best(lambda: [torch.neg(small) for _ in range(1000)]) / 1000
+    found = _rates(torch.device("cpu"), rows=1024, width=768, attention_dtype=torch.float32, numel=1 << 24)
     return replace(
         base,
         name="this machine",
-        flops2=rates[0],
-        flops4=rates[1],
+        flops2=found.products[0],
+        flops4=found.products[1],
         matmul=1.0,
-        attention=attention,
-        bandwidth=bandwidth,
+        attention=found.attention / found.products[1],
+        bandwidth=found.bandwidth,
         stream=1.0,
-        launch=launch,
+        launch=found.launch,
     )
+
+
+def measured_device(base: Hardware, device: torch.device, *, rows: int = 8192, width: int = 8192) -> Hardware:
+    """`base` with the shares of its peaks that `device` reaches, its memory as torch sees it, and copies to the host.
+    Takes some seconds."""
+    found = _rates(device, rows=rows, width=width, attention_dtype=torch.bfloat16, numel=rows * width)
+    there = torch.ones(rows, width, device=device)
+    host = torch.empty(rows, width, pin_memory=device.type == "cuda")
+    copied = there.nbytes / _best(lambda: host.copy_(there), device)
+    memory = base.memory
+    if device.type == "cuda":
+        memory = float(torch.cuda.get_device_properties(device).total_memory)
+    return replace(
+        base,
+        name=f"measured {base.name}",
+        memory=memory,
+        matmul=found.products[0] / base.flops2,
+        attention=found.attention / base.flops2,
+        stream=found.bandwidth / base.bandwidth,
+        launch=found.launch,
+        host=copied,
+    )
+
+
+class _Rates(NamedTuple):
+    """Operations per second of products in bfloat16 and float32 and of attention, bytes per second, seconds."""
+
+    products: tuple[float, float]
+    attention: float
+    bandwidth: float
+    launch: float
+
+
+def _best(call: Callable[[], object], device: torch.device, repeats: int = 5) -> float:
+    taken = []
+    for _ in range(repeats + 1):
+        if device.type != "cpu":
+            torch.accelerator.synchronize(device)
+        start = time.perf_counter()
+        call()
+        if device.type != "cpu":
+            torch.accelerator.synchronize(device)
+        taken.append(time.perf_counter() - start)
+    return min(taken[1:])
+
+
+def _rates(device: torch.device, *, rows: int, width: int, attention_dtype: torch.dtype, numel: int) -> _Rates:
+    rates = []
+    for dtype in (torch.bfloat16, torch.float32):
+        x = torch.ones(rows, width, dtype=dtype, device=device)
+        weight = torch.ones(width, width, dtype=dtype, device=device)
+        taken = _best(lambda x=x, w=weight: (x @ w.t(), x @ w, x.t() @ x), device)  # type: ignore[misc]
+        rates.append(3 * 2 * rows * width**2 / taken)
+    length, heads = 1024, 8
+    wide = min(width, 1024)
+    q = torch.ones(2, heads, length, wide // heads, dtype=attention_dtype, device=device, requires_grad=True)
+    taken = _best(lambda: F.scaled_dot_product_attention(q, q, q, is_causal=True).sum().backward(), device)
+    # Two products forward and five backward, as a tape counts them, of half of the square.
+    attention = 7 * 2 * length**2 * wide / taken
+    # Written over, and far larger than caches: a new block of this size would measure page faults, which a step that
+    # uses the same memory again does not pay.
+    long, over = torch.ones(numel, device=device), torch.ones(numel, device=device)
+    bandwidth = 2 * long.nbytes / _best(lambda: torch.neg(long, out=over), device)
+    small = torch.ones(8, device=device)
+    launch = _best(lambda: [torch.neg(small) for _ in range(1000)], device) / 1000
+    return _Rates((rates[0], rates[1]), attention, bandwidth, launch)
