@@ -137,6 +137,47 @@ def test_rules_by_name(
         assert check == "axes" and rule in what and nearest in fix
 
 
+@pytest.mark.parametrize(
+    ("make", "plan", "world", "said"),
+    [
+        (llama, Parallelism(context_parallel_degree=2), 4, ""),
+        (llama, Parallelism(context_parallel_degree=3), 3, "must divide the tokens of a sequence, 8 (into 6)"),
+        (
+            partial(llama, heads=6, kv_heads=3, dim=24),
+            Parallelism(context_parallel_degree=4, context_parallel_variant="ulysses"),
+            4,
+            "context_parallel_degree = 4: must divide the query heads of a rank, 6",
+        ),
+        (partial(llama, experts=4), Parallelism(expert_parallel_degree=2), 4, ""),
+        (partial(llama, experts=6), Parallelism(expert_parallel_degree=4), 4, "must divide the experts, 6"),
+        (llama, Parallelism(expert_parallel_degree=2), 4, "expected experts in Llama, found none"),
+        (llama, Parallelism(pipeline_parallel_degree=2), 4, ""),
+        (llama, Parallelism(pipeline_parallel_degree=4), 4, "expected a layer for each stage, found 2 layers"),
+        (
+            partial(llama, tied=True),
+            Parallelism(pipeline_parallel_degree=2),
+            4,
+            "found the embedding used again, which is in the first",
+        ),
+        (
+            llama,
+            Parallelism(pipeline_parallel_degree=2, context_parallel_degree=2),
+            4,
+            "context_parallel_degree = 2: stages of a pipeline compute whole sequences",
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_sequences_experts_and_stages(make: Callable[[], nn.Module], plan: Parallelism, world: int, said: str) -> None:
+    """Legal ones without errors; for each other one the rule, by its key."""
+    found = of_axes(examine(program(make), world=world, parallelism=plan, needs_port=False, probes=False))
+    if not said:
+        assert found == []
+        return
+    ((check, what, _),) = found
+    assert check == "axes" and said in what
+
+
 def tied() -> nn.Module:
     model = seeded(partial(Net, "right"))
     model.head.weight = model.embedding.weight  # type: ignore[union-attr]
@@ -197,10 +238,3 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["--nproc", "6", "--tensor-parallel", "3", "--no-sequence-parallel", "--no-probe"]
     main(["doctor", f"{__name__}:wide", *arguments])
     assert "axes: " not in capsys.readouterr().out
-
-
-def test_other_axes_are_refused_by_name(capsys: pytest.CaptureFixture[str]) -> None:
-    from fullshard.migrate import ConfigError
-
-    with pytest.raises(ConfigError, match="pipeline_parallel_degree = 2: fullshard doctor does not know this axis yet"):
-        look(llama, Parallelism(pipeline_parallel_degree=2))

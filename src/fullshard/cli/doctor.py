@@ -44,7 +44,7 @@ def add_command(commands: Any) -> None:
     doctor.add_argument(
         "--replicas", type=int, metavar="N", help="copies of the state, HSDP (default: 1, or the config's)"
     )
-    add_axes(doctor)
+    add_axes(doctor, context=True)
     doctor.add_argument(
         "--checkpoints", type=Path, metavar="FOLDER", help="where they go (default: the config's folder)"
     )

@@ -158,7 +158,7 @@ def _refused(facts: Facts) -> Iterator[str]:
 
 def _nothing_sharded(facts: Facts) -> Iterator[str]:
     axes = facts.model.axes
-    if facts.model.report is None and not facts.model.refusal and not axes.broken and not axes.failure:
+    if facts.model.report is None and not (facts.model.refusal or axes.broken or axes.failure or axes.apart):
         yield "`shard` called fully_shard for no module"
 
 

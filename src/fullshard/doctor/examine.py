@@ -6,7 +6,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from fullshard.migrate.declared import refuse_others
 from fullshard.migrate.parallelism import Parallelism
 from fullshard.program import Program, ProgramError
 
@@ -37,15 +36,13 @@ def examine(
     `replicas` does not divide.
     """
     if parallelism is not None:
-        refuse_others(parallelism, "fullshard doctor")
         if parallelism.data_parallel_replicate_degree != -1:
             replicas = parallelism.data_parallel_replicate_degree
     elif world % replicas:
         raise ProgramError(f"{replicas} replicas: expected a number that divides the {world} ranks")
     here = machine.look(needs_port=needs_port)
     seen, measured = model.look(program, world, replicas, options or {}, steps=probes, plan=parallelism)
-    tensor = parallelism.tensor_parallel_degree if parallelism is not None else 1
-    if probes and tensor > 1:
+    if probes and parallelism is not None and parallelism.beyond_data:
         skipped = (*measured.skipped, "bandwidth (of axes beside data parallelism)")
         measured = replace(measured, skipped=skipped)
     elif probes:

@@ -56,12 +56,13 @@ class Steps:
 class Axes:
     """The facts about axes beside data parallelism. `broken`: rules that the declaration breaks, by their keys;
     `nearest`: the nearest legal plan. `narrowed`: what adds over a part of the features alone. `failure`: of a step of
-    the divided model."""
+    the divided model. `apart`: parts of the model that a rank has some of alone, which are not taken apart here."""
 
     broken: tuple[str, ...] = ()
     nearest: str = ""
     narrowed: tuple[str, ...] = ()
     failure: Failure | None = None
+    apart: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

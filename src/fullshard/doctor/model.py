@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 import fullshard
 from fullshard._torch import fake_group, non_persistent_buffers
 from fullshard._torch.dtensor import storage_key
+from fullshard.migrate.axes import Axes as Ranks
 from fullshard.migrate.meshes import build_meshes
 from fullshard.migrate.parallelism import Parallelism
 from fullshard.program import Program, ProgramError
@@ -79,8 +80,12 @@ def look(
                 axes = look_at_step(program, _build(program), plan, meshes.whole["tp"])
             if declared.axes.tp > 1 and axes.failure is None:
                 loss_context = divide_by(program, plan, model, meshes.whole["tp"])
+        if declared is not None:
+            axes = replace(axes, apart=_parts(declared.axes))
         if axes.broken or axes.failure:
             skipped.append("the sharded model (its layers cannot be divided)")
+        elif axes.apart:
+            skipped.append(f"the sharded model (a rank has some of its {' and '.join(axes.apart)})")
         else:
             optimizer = _look_at_sharded(program, model, world, replicas, given, found)
         host: float | None = None
@@ -99,6 +104,11 @@ def look(
     if shown.sharded_failure is not None and world > 1:
         shown = replace(shown, fails_alone=_fails_alone(program, options))
     return Model(**found, steps=shown, axes=axes), Measured(seconds, host, skipped=tuple(skipped))
+
+
+def _parts(axes: Ranks) -> tuple[str, ...]:
+    """Returns `Axes.apart`."""
+    return ("stages",) * (axes.pp > 1) + ("experts",) * (axes.ep > 1)
 
 
 def _tensors(model: nn.Module) -> dict[str, Any]:

@@ -16,13 +16,11 @@ from torch.distributed.tensor.parallel import loss_parallel
 
 from ..keys import ConfigError
 from .axes import Axes
+from .experts import count_experts, find_experts
 from .noted import Note, experts_noted, sequences_noted
-from .parallelism import DEGREES, ModelShape, Parallelism
+from .parallelism import ModelShape, Parallelism
 from .tensor_parallel import Division, Replaced, apply_styles, divide, shape_for, shape_of
 from .tree import Tree
-
-# The axes that a command can look at; the others are refused by name, as in `prepare_fully_shard`.
-LOOKED_AT = ("data_parallel_replicate_degree", "data_parallel_shard_degree", "tensor_parallel_degree")
 
 
 @dataclass(frozen=True)
@@ -82,17 +80,30 @@ def broken_rules(model: nn.Module, plan: Parallelism, world: int, *, sequence: i
         return [str(error)], ""
     shape = replace(shape_for(tree, division, shape_of(model)), sequence=sequence)
     plan = replace(plan, enable_sequence_parallel=True) if division.sequence else plan
+    if plan.expert_parallel_degree > 1:
+        try:
+            shape = replace(shape, experts=count_experts(tree, find_experts(tree, plan)))
+        except ConfigError as error:
+            return [str(error)], ""
     broken = plan.broken(world, shape)
-    return broken, plan.nearest(world, shape) if broken else ""
+    if broken:
+        return broken, plan.nearest(world, shape)
+    return [*_broken_by_stages(tree, plan, world)], ""
 
 
-def refuse_others(plan: Parallelism, command: str, looked_at: tuple[str, ...] = LOOKED_AT) -> None:
-    """Raise `ConfigError` for an axis that `command` does not know."""
-    for name in DEGREES:
-        if name not in looked_at and getattr(plan, name) != 1:
-            raise ConfigError(
-                f"parallelism.{name} = {getattr(plan, name)}: {command} does not know this axis yet; nearest valid: 1"
-            )
+def _broken_by_stages(tree: Tree, plan: Parallelism, world: int) -> Iterator[str]:
+    """The rule that a pipeline breaks: a model that is no chain of as many parts, ties across them, another axis."""
+    if plan.pipeline_parallel_degree == 1:
+        return
+    # torch's pipelines are imported where there are any.
+    from .pipeline import refuse_beside_stages, split_model
+
+    axes = plan.on(world)
+    try:
+        refuse_beside_stages(axes)
+        split_model(tree, plan, axes, 0)
+    except ConfigError as error:
+        yield str(error)
 
 
 def noted_by(

@@ -202,6 +202,15 @@ def check_units(split: Split, names: Iterable[str], what: str) -> None:
             )
 
 
+def refuse_beside_stages(axes: Axes) -> None:
+    """Raise `ConfigError` for an axis that a pipeline cannot have beside it."""
+    if axes.cp > 1:
+        raise ConfigError(
+            f"parallelism.context_parallel_degree = {axes.cp}: stages of a pipeline compute whole sequences; nearest "
+            f"valid: 1"
+        )
+
+
 def pipeline_of(
     tree: Tree, config: ShardingConfig, axes: Axes, whole: DeviceMesh, plans: Iterable[UnitPlan]
 ) -> Split | None:
@@ -213,11 +222,7 @@ def pipeline_of(
             f"micro_batches.size = {config.micro_batches.size}: a pipeline has micro-batches of its own; nearest "
             f"valid: parallelism.pipeline_parallel_microbatch_size = {config.micro_batches.size}"
         )
-    if axes.cp > 1:
-        raise ConfigError(
-            f"parallelism.context_parallel_degree = {axes.cp}: stages of a pipeline compute whole sequences; nearest "
-            f"valid: 1"
-        )
+    refuse_beside_stages(axes)
     split = split_model(tree, config.parallel, axes, whole.get_local_rank("pp"))
     check_units(split, [name for plan in plans if plan != ROOT for name in plan.modules], "wrap")
     keys = config.parallel
