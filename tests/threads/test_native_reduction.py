@@ -162,6 +162,7 @@ def _ways(model: nn.Module) -> set[str]:
     return {type(channel).__name__ for unit in units for known in unit.channels.reduces for channel in known.values()}
 
 
+@pytest.mark.threads_only("gloo sends in two levels there: tests/procs/test_levels.py")
 @pytest.mark.parametrize(
     ("shape", "nodes", "way"),
     [
@@ -196,6 +197,7 @@ def rank_main_alone(rank: int) -> list[Tensor]:
     return [p.grad for p in layers.parameters()]
 
 
+@pytest.mark.threads_only("gloo exchanges between two ranks on two nodes; refused there: tests/procs/test_levels.py")
 @pytest.mark.parametrize("how", ["method", "method after a step", "environment"])
 def test_an_exchange_between_nodes_is_refused_on_all_ranks(how: str) -> None:
     def rank_main(rank: int) -> None:

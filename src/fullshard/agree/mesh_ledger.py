@@ -124,7 +124,8 @@ def sizes_of(unit: Unit, positions: Sequence[int], kind: str, *, keep: bool = Fa
             continue
         if links.shard.world > 1:
             among = f"/{block.group.world}" if block is not None else ""
-            texts.append(f"{_name(group.precision.compute)}*{group.pack.padded_local_numel}{among}")
+            levels = "/levels" if links.shard.levels is not None and block is None else ""
+            texts.append(f"{_name(group.precision.compute)}*{group.pack.padded_local_numel}{among}{levels}")
     return "+".join(texts)
 
 
@@ -132,6 +133,8 @@ def _way(unit: Unit, links: Links) -> str:
     """The suffix for how gradients are reduced, unless in one exchange."""
     if _is_native(unit):
         return "/torch"
+    if links.in_levels:
+        return "/levels"
     return "" if links.shard.world == 1 or links.exchanges else "/native"
 
 

@@ -1,21 +1,24 @@
 """Chooses the strategy that reduces the gradients of a group: `reduce.py` has a table of them, and those that send.
 
-Gradients use an all-to-all within a node. Between nodes it would send more than a reduce-scatter, which the backend
-routes for its network (ADR 0005).
+Gradients use an all-to-all within a node, and between nodes with one rank each. With more ranks it would send more
+than has to cross: gloo's messages go in two levels there (`levels.py`), and other backends route for their network
+(ADR 0005).
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..layout import FlatLayout, ReduceLayout, ShardLayout, direct_gradients
-from ..peers import node, same_on_all, scope_of
+from ..layout import FlatLayout, Levels, ReduceLayout, ShardLayout, direct_gradients, levels_of
+from ..peers import node, same_on_all, scope_of, tell
 from ..policy import Controls, resolve_scale
 from .gather import CustomBuffers, CustomGroup
 from .group import Links
+from .levels import LevelReduce
 from .pool import BufferPool
 from .reduce import (
     Dtypes,
@@ -46,42 +49,68 @@ def direct_of(
     return tuple(i for i, layout in enumerate(layouts) if i in gathered and layout.padded_full_numel == layout.numel)
 
 
+class _GroupNodes(NamedTuple):
+    """Where the ranks of a group are. several: on several nodes, one of them or another group of its mesh; apart: each
+    on a node of its own; levels: of the group, if messages may go in two. The last two are equal in all groups."""
+
+    several: bool = False
+    apart: bool = False
+    levels: Levels | None = None
+
+
 class Nodes:
     """Finds out which groups of one root span several nodes. All ranks make the same calls in the same order."""
 
     def __init__(self) -> None:
         # Keyed by the ranks of the mesh and of the group.
-        self._several: dict[tuple[tuple[int, ...], ...], bool] = {}
+        self._places: dict[tuple[tuple[int, ...], ...], _GroupNodes] = {}
 
     def locate(self, links: Links, strategy: str) -> Links:
-        """`links` as `strategy` uses them, wherever their ranks are. Once per group: two questions to the store.
+        """`links` as `strategy` uses them, wherever their ranks are. Once per group: two questions to the store, and
+        two more on several nodes.
 
         Raises `ValueError` on all ranks for "all-to-all" between nodes.
         """
         links = links.under(strategy)
-        if links.shard.world == 1 or not links.exchanges:
-            return links
-        key = links.everyone, links.shard.ranks
-        if key not in self._several:
-            self._several[key] = _on_several_nodes(links)
-        if self._several[key] and strategy == "all-to-all":
-            raise ValueError(
-                'set_communication("all-to-all"): expected the ranks that share parameters on one node, found several; '
-                'use "auto", which exchanges gradients within a node and lets the backend reduce them between nodes'
-            )
-        return links._replace(exchanges=not self._several[key])
+        place = _GroupNodes()
+        if links.shard.world > 1 and links.exchanges:
+            key = links.everyone, links.shard.ranks
+            if key not in self._places:
+                self._places[key] = _nodes_of(links)
+            place = self._places[key]
+            if place.several and strategy == "all-to-all":
+                raise ValueError(
+                    'set_communication("all-to-all"): expected the ranks that share parameters on one node, found '
+                    'several; use "auto", which exchanges gradients within a node and lets the backend reduce them '
+                    "between nodes"
+                )
+            links = links._replace(exchanges=not place.several or place.apart)
+        for group in (links.shard, links.reduce):
+            if group is not None:
+                group.levels = None if strategy == "one-level" else place.levels
+        return links
 
 
-def _on_several_nodes(links: Links) -> bool:
+def _nodes_of(links: Links) -> _GroupNodes:
     """Equal in all groups of the mesh, because replicas must sum in one dtype."""
     shard, everyone = scope_of(links.shard.ranks), scope_of(links.everyone)
     if shard is None or everyone is None:
-        return False
+        return _GroupNodes()
     several = not same_on_all(shard, "the node of this rank", node())
-    if shard is everyone:
-        return several
-    same = same_on_all(everyone, "whether ranks that share parameters are on several nodes", str(several))
-    return several or not same
+    if shard is not everyone:
+        same = same_on_all(everyone, "whether ranks that share parameters are on several nodes", str(several))
+        several = several or not same
+    if not several or not links.shard.sends_in_pairs:
+        return _GroupNodes(several)
+    # One answer for all ranks, with each node once.
+    nodes = tell(shard, "the nodes of all ranks", node())
+    found = [nodes[rank] for rank in links.shard.ranks]
+    apart, levels = len(set(found)) == len(found), levels_of(found)
+    if shard is not everyone and not same_on_all(
+        everyone, "how ranks that share parameters are on nodes", f"{apart} {levels is not None}"
+    ):
+        apart, levels = False, None
+    return _GroupNodes(several, apart, levels)
 
 
 def reduce_channel(
@@ -100,7 +129,8 @@ def reduce_channel(
     """
     group = links.reducing
     as_torch = strategy == "torch"
-    native = as_torch or (group.world > 1 and not links.exchanges)
+    levels = group.levels if controls.reduce_scatter is None else None
+    native = as_torch or (group.world > 1 and not links.exchanges and levels is None)
     replicate = links.replicate
     if replicate is not None and replicate.world == 1 and not as_torch:
         replicate = None
@@ -111,6 +141,8 @@ def reduce_channel(
     if controls.reduce_scatter is not None:
         group = CustomGroup(group, controls.reduce_scatter) if group.world > 1 else group
         pool = CustomBuffers(controls.reduce_scatter)
+    if levels is not None:
+        return LevelReduce(group, ReduceLayout(pack, facts_numel=0), pool, sums)
     if native or group.world == 1:
         layout = ReduceLayout(pack, direct if group.world > 1 else (), facts_numel=0)
         return NativeReduce(group, layout, pool, sums, adds_messages=not as_torch)

@@ -16,7 +16,8 @@ buffers alive. So overlap needs no further streams: it suffices to issue a messa
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -26,7 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import ReduceScatterOptions
 
 from .._torch import new_group
-from ..layout import exchanges_gradients, groups_messages, sends_in_pairs
+from ..layout import Levels, exchanges_gradients, groups_messages, sends_in_pairs
 from ..peers import Scope, ask, scope_of
 from .data_group import (
     CARRIED,
@@ -41,6 +42,7 @@ from .data_group import (
     open_data_group,
     with_op,
 )
+from .relay import Relayed, relay
 
 # ---- group -----------------------------------------------------------------------------------------------------------
 
@@ -49,6 +51,9 @@ class ShardGroup(Line):
     """The ranks that shard or replicate parameters on `device`. `backend` is that of `device`: "gloo", "nccl" (by
     whatever name torch has for it), "fake", "threaded" ...; of a group that torch does not know, such as a data
     group's, the caller says it."""
+
+    # The nodes of its ranks, if messages go in two levels (`choice.Nodes`).
+    levels: Levels | None = None
 
     def __init__(self, process_group: dist.ProcessGroup, device: torch.device, backend: str | None = None) -> None:
         super().__init__(process_group)
@@ -77,8 +82,15 @@ class ShardGroup(Line):
         """The members' ranks in the default group."""
         return tuple(dist.get_process_group_ranks(self.origin))
 
+    def gather_into(self, out: Tensor, piece: Tensor) -> Work:
+        if self.levels is not None:
+            return self.send(gather_in_levels, self.process_group, self.levels, [out], [piece])
+        return super().gather_into(out, piece)
+
     def gather_each(self, outs: Sequence[Tensor], pieces: Sequence[Tensor]) -> list[Work]:
         """`gather_into` for each pair, as one group of messages if the backend can."""
+        if self.levels is not None:
+            return [self.send(gather_in_levels, self.process_group, self.levels, outs, pieces)]
         if self.sends_in_pairs:
             return [self.send(gather_each, self.process_group, outs, pieces)]
         if len(outs) > 1 and self.one_launch:
@@ -113,7 +125,9 @@ class ShardGroup(Line):
             # torch's wait for all ranks of a new group does not name missing ones: ask first.
             scope.resume()
             ask(scope, "set_separate_reduce_scatter_group", "")
-        return self.some(self.ranks, "fullshard_reduce")
+        made = self.some(self.ranks, "fullshard_reduce")
+        made.levels = self.levels
+        return made
 
     def some(self, ranks: Sequence[int], purpose: str) -> ShardGroup:
         """A group of `ranks` of the default group, this one included, with its own communicator. Collective over
@@ -162,6 +176,11 @@ class Links(NamedTuple):
     def reducing(self) -> ShardGroup:
         """The group that reduces gradients."""
         return self.reduce or self.shard
+
+    @property
+    def in_levels(self) -> bool:
+        """Whether gradients are exchanged and summed in two levels."""
+        return self.reducing.levels is not None and not self.exchanges
 
     def under(self, strategy: str) -> Links:
         """These links as `strategy` uses them, if the ranks that share parameters are on one node: `Nodes.locate`
@@ -245,6 +264,7 @@ def backend_name(process_group: dist.ProcessGroup, device: torch.device) -> str:
 
 PARAMETERS_TAG = 0x66736864
 GRADIENTS_TAG = PARAMETERS_TAG + 1
+PASSED_ON_TAG = 0x66736870
 
 
 def gather_each(group: dist.ProcessGroup, outs: Sequence[Tensor], pieces: Sequence[Tensor]) -> Works:
@@ -259,6 +279,45 @@ def gather_each(group: dist.ProcessGroup, outs: Sequence[Tensor], pieces: Sequen
     if own[0].data_ptr() != pieces[0].data_ptr():
         torch._foreach_copy_(own, list(pieces))
     return works
+
+
+def gather_in_levels(
+    group: dist.ProcessGroup, levels: Levels, outs: Sequence[Tensor], pieces: Sequence[Tensor]
+) -> Relayed:
+    """`gather_each` in two levels: counterparts exchange their pieces, and each rank passes on to its neighbours what
+    it got, piece by piece."""
+    rank = group.rank()
+    chunks = [out.view(group.size(), -1) for out in outs if out.numel()]
+    pieces = [piece for piece in pieces if piece.numel()]
+    counterparts, neighbours = levels.counterparts(rank), levels.neighbours(rank)
+    # All receives first, see `exchange_each`.
+    first = [
+        (group.recv([chunk[peer]], peer, PARAMETERS_TAG), chunk[peer]) for chunk in chunks for peer in counterparts
+    ]
+    works: list[Any] = []
+    for peer in neighbours:
+        works += [group.recv([chunk[peer]], peer, PARAMETERS_TAG) for chunk in chunks]
+        passed_on = levels.counterparts(peer)
+        works += [group.recv([chunk[other]], peer, PASSED_ON_TAG) for chunk in chunks for other in passed_on]
+    works += [group.send([piece], peer, PARAMETERS_TAG) for piece in pieces for peer in (*counterparts, *neighbours)]
+    own = [chunk[rank] for chunk in chunks]
+    if own and own[0].data_ptr() != pieces[0].data_ptr():
+        torch._foreach_copy_(own, list(pieces))
+
+    def pass_on() -> Iterator[Any]:
+        try:
+            while first:
+                work, arrived = first.pop(0)
+                work.wait()
+                for peer in neighbours:
+                    yield group.send([arrived], peer, PASSED_ON_TAG)
+        finally:
+            for work, _ in first:
+                # A message failed: the memory of the others must be free.
+                with suppress(RuntimeError):
+                    work.wait()
+
+    return relay(group, PASSED_ON_TAG, Relayed(works, pass_on))
 
 
 def exchange_each(

@@ -1,10 +1,10 @@
 """Pure arithmetic of sharding: one parameter, one unit, and bytes.
 
 Standard library only, so it imports without torch. Files: `shard` (one parameter; bytes per element), `flat` (one unit
-and its gradient messages), `gather` (direct or packed gathers; what stays between forward and backward), `memory`
-(bytes of one unit, and what fits into a number of bytes), `boxes` (parts of tensors), `names` and `routes`
-(what goes from one layout to another one), `owners` (which rank steps which whole matrix), `sequence`
-(sequences cut over ranks, and what attention sends).
+and its gradient messages), `gather` (direct or packed gathers; what stays between forward and backward), `levels`
+(ranks of several nodes), `memory` (bytes of one unit, and what fits into a number of bytes), `boxes` (parts of
+tensors), `names` and `routes` (what goes from one layout to another one), `owners` (which rank steps which whole
+matrix), `sequence` (sequences cut over ranks, and what attention sends).
 """
 
 from .boxes import Box as Box
@@ -30,6 +30,8 @@ from .gather import groups_messages as groups_messages
 from .gather import plan_gather as plan_gather
 from .gather import secondary_layout as secondary_layout
 from .gather import sends_in_pairs as sends_in_pairs
+from .levels import Levels as Levels
+from .levels import levels_of as levels_of
 from .memory import Candidate as Candidate
 from .memory import Term as Term
 from .memory import UnitMemory as UnitMemory

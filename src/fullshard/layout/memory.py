@@ -57,10 +57,17 @@ class UnitMemory:
     offloaded: bool = False
     # Whether the bytes of the full parameters stay between uses (`set_keep_unsharded_storage`).
     stays: bool = False
+    # Whether gradients are exchanged and added here in two levels (`layout.levels`).
+    in_levels: bool = False
 
     def __post_init__(self) -> None:
         for field in ("storage_itemsize", "compute_itemsize", "wire_itemsize", "replicas", "sum_itemsize"):
             require_int(f"{field} of {self.name!r}", getattr(self, field), 1, "use layout.itemsize(dtype)")
+
+    @property
+    def sums_here(self) -> bool:
+        """Whether gradients are added here, and not by the backend."""
+        return self.exchanges or self.in_levels
 
     @property
     def shard_nbytes(self) -> int:
@@ -152,7 +159,7 @@ class UnitMemory:
         Where ranks send to each other, this rank's own chunk does not travel."""
         if self.pack.world == 1:
             return 0
-        if not self.exchanges:
+        if not self.sums_here:
             return self._chunk_numel * self.sent_itemsize
         if self.direct_gradients:
             return (self.pack.world - 1) * self._chunk_numel * self.wire_itemsize

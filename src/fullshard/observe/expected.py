@@ -80,7 +80,7 @@ def _planned(unit: Unit, position: int, name: str) -> Group:
     # In a window, or after micro-batches that left their gradients here.
     held = unit.gradients.window_open or not unit.record.plan.sync
     # Before the root forms, `links` does not say yet whether there are several nodes.
-    exchanged = links.exchanges
+    exchanged, in_levels = links.exchanges, links.in_levels
     memory = UnitMemory(
         name,
         pack,
@@ -90,11 +90,14 @@ def _planned(unit: Unit, position: int, name: str) -> Group:
         (precision.wire if exchanged and not held else precision.reduce).itemsize,
         exchanges=exchanged,
         replicas=_replicas(unit, position),
-        sum_itemsize=(precision.sum if exchanged and group.placing.world > 1 else precision.reduce).itemsize,
+        sum_itemsize=(
+            precision.sum if (exchanged or in_levels) and group.placing.world > 1 else precision.reduce
+        ).itemsize,
         kept=_kept_layout(unit, position),
         held_itemsize=precision.reduce.itemsize if held else 0,
         offloaded=unit.host_link is not None,
         stays=unit.settings.keeps_storage,
+        in_levels=in_levels,
     )
     parameters = tuple(
         Parameter(param.name, tuple(shard.shape), str(precision.storage), shard.requires_grad)

@@ -169,7 +169,7 @@ class Reductions:
         sent = group.sent
         assert sent is not None
         nbytes = float(sent.receive_nbytes)
-        if sent.exchanges:
+        if sent.sums_here:
             (self.pool.take if take else self.pool.give)("messages", name, self._key("receive", group), nbytes)
         else:
             self.bytes.add("messages", name, nbytes if take else -nbytes)
@@ -189,8 +189,8 @@ class Reductions:
             return
         self.clock.wait(flight.arrives, name, "all-reduce" if flight.stage else "reduce-scatter")
         if flight.stage == 0:
-            chunk = sent.receive_nbytes if not sent.exchanges else 0
-            if sent.exchanges:
+            chunk = sent.receive_nbytes if not sent.sums_here else 0
+            if sent.sums_here:
                 # The sum over ranks, in the dtype of the sum.
                 summed = self._chunk(group, sent.sum_itemsize)
                 self.bytes.add("messages", name, summed)
@@ -199,7 +199,7 @@ class Reductions:
                 summed = float(chunk)
             self.pool.give("messages", name, self._key("send", group), sent.send_nbytes)
             self.bytes.add("messages", name, -flight.cast)
-            if sent.exchanges:
+            if sent.sums_here:
                 self._receive(group, name, take=False)
             flight.cast = summed
             if sent.replicas > 1:
