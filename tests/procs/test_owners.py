@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import fullshard
+from tests.harness.forked import run_forks
 from tests.harness.pool import pool
 
 SECONDS = 10.0
@@ -109,4 +110,4 @@ def test_what_one_process_steps_is_stepped_over_gloo() -> None:
             optimizer.step()
         assert_same(plain, ref, model, optimizer, plan)
 
-    pool(4).run(job)
+    run_forks(4, job, (), 90.0)
