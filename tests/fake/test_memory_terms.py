@@ -192,8 +192,8 @@ class _Simulated(Simulation):
     def live(self) -> _Live:
         return _Live(int(self.bytes.kinds["full parameters"]), int(self.bytes.kinds["kept parts"]))
 
-    def _event(self, kind: str, record: UnitRecord) -> None:
-        super()._event(kind, record)
+    def _event(self, kind: str, record: UnitRecord, use: int) -> None:
+        super()._event(kind, record, use)
         if kind == "pre_forward":
             self.forward[record.name] = self.live()
 
