@@ -220,6 +220,29 @@ def test_a_mean_over_other_things_than_tokens_stays_what_it_is() -> None:
     run_ranks(2, rank_main)
 
 
+def test_a_unit_without_the_ranks_along_cp_is_named() -> None:
+    """On the mesh of one part of the sequences it would train another model on the ranks along cp."""
+
+    def rank_main(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_shard", "cp"))
+        data = mesh["dp_shard", "cp"]._flatten("dp_shard_cp")
+
+        def wrap(name: str, module: nn.Module) -> Any:
+            return {"mesh": mesh["dp_shard"]} if name == "layers.1" else name == "layers.0"
+
+        model = llama()
+        prepared = prepare_fully_shard(model, mesh=data, parallelism=CP, wrap_fn=wrap, show=False)
+        with (
+            pytest.raises(
+                RuntimeError, match=r"^cp: expected the parameters of layers\.1 on the 4 ranks .* of 2 ranks"
+            ),
+            prepared.context() as cp,
+        ):
+            loss_of_parts(model, cp, batch_of(0, prepared.share[0]))
+
+    run_ranks(4, rank_main)
+
+
 def test_cp_left_out_is_named_by_the_tokens_too() -> None:
     """By hand: the mean over a mesh without cp, of which fully_shard has the gradients."""
 

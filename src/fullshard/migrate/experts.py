@@ -243,7 +243,7 @@ class Divisors:
         batch = self.axes.averaged
         for name, unit, ranks in self.fewer:
             found = unit.settings.controls.divide_factor or ranks
-            if found != batch and self.axes.cp > 1 and self.axes.ep == 1:
+            if found != batch and self.axes.cp > 1 and not _are_experts(unit.module):
                 raise RuntimeError(
                     f"cp: expected the parameters of {name} on the {batch} ranks over which gradients are averaged, "
                     f"because those along cp have parts of the same sequences, found a mesh of {ranks} ranks; shard it "
