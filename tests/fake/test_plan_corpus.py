@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fullshard import Program, fully_shard
+from fullshard import Program, fully_shard, prepare_fully_shard
 from fullshard.plan import Strategy
 from fullshard.plan.description import Kind
 from fullshard.plan.facts import describe
@@ -65,6 +65,22 @@ def test_defaults_are_planned_and_sharded_by_their_default_units(name: str) -> N
         shard_blocks(model, fully_shard)
         units = [module for module in model.modules() if hasattr(module, "unshard")]
     assert len(units) == len(described.units), "one rule for plan and for sharding"
+
+
+@pytest.mark.parametrize("name", ["mamba", "convnext", "bert", "swin"])
+def test_prepare_chooses_the_blocks_that_plans_choose(name: str) -> None:
+    """Mamba and ConvNeXt name a class, and one inside of it. Beside blocks, prepare makes units of the ends."""
+    found = []
+    for default in (True, False):
+        with fake_world(2):
+            model = corpus_model(name, tiny=True).make()
+            if default:
+                shard_blocks(model, fully_shard)
+            else:
+                keys = {"wrap": {"group_ends": False}}
+                prepare_fully_shard(model, torch.optim.SGD(model.parameters()), keys, show=False)
+            found.append({dotted for dotted, module in model.named_modules() if hasattr(module, "unshard")})
+    assert found[0] == found[1] and len(found[0]) == len(corpus_model(name, tiny=True).units) + 1
 
 
 def test_there_are_forty_families_of_five_kinds() -> None:

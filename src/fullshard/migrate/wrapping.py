@@ -56,9 +56,13 @@ def choose_units(tree: Tree, keys: WrapKeys, wrap_fn: WrapFn | None = None) -> l
         if by not in ("auto", "function") or keys.function:
             raise ConfigError(f'wrap.by = "{by}": expected "function" beside the argument wrap_fn; leave one out')
         by = "function"
-    elif by == "auto":
+    nested = by != "auto"
+    if by == "auto":
         by = _automatic(tree)
     found = _CHOICES[by](tree, keys) if wrap_fn is None else _by_function(tree, wrap_fn)
+    if not nested and by in ("blocks", "no_split_modules"):
+        # As `fullshard plan` and `verify` choose: a class inside of another that is named is no unit of its own.
+        found = _outermost(found)
     found = list({plan.modules: plan for plan in found}.values())  # a module may be twice in a list
     if by not in ("plan", "none"):
         found = [plan for plan in found if tree.has_parameters(plan.modules[0])]
@@ -68,6 +72,12 @@ def choose_units(tree: Tree, keys: WrapKeys, wrap_fn: WrapFn | None = None) -> l
         found = _with_ends(tree, found)
     order = _order(tree)
     return sorted(found, key=lambda plan: order[plan.modules[0]])
+
+
+def _outermost(found: list[UnitPlan]) -> list[UnitPlan]:
+    names = {plan.modules[0] for plan in found}
+    inside = {name for name in names if any(name.startswith(f"{other}.") for other in names)}
+    return [plan for plan in found if plan.modules[0] not in inside]
 
 
 def _order(tree: Tree) -> dict[str, int]:
