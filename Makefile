@@ -87,7 +87,7 @@ versions: $(STAMP)
 
 # What tests/hosts needs of the system, on Debian; without it, or without root, these tests are skipped.
 hosts-setup:
-	apt-get install -y --no-install-recommends iproute2 util-linux
+	apt-get install -y --no-install-recommends iproute2 util-linux slurm-wlm munge
 
 release-check: $(STAMP)
 	$(BIN)/python -m tools.release_check $(ARGS)

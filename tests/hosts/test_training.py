@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from tests.hosts.train import alone
 SILENCE = 5
 ENVIRONMENT = {"PYTHONPATH": str(REPOSITORY), "FULLSHARD_SILENCE": str(SILENCE)}
 PROGRAM = "tests/hosts/train.py"
+PAGE = REPOSITORY / "docs" / "how-to" / "large-clusters.md"
 # A run over two hosts on a busy machine.
 BOUND = 100.0
 pytestmark = pytest.mark.hang_after(3 * BOUND)
@@ -66,6 +69,57 @@ def test_a_rendezvous_over_two_hosts_trains_as_one_process() -> None:
     assert nodes[0] == nodes[1] != nodes[2] == nodes[3]
     for one in said:
         assert losses(one)[::2] == pytest.approx(alone(3), rel=1e-5)
+
+
+# Ends all processes of a host but its first, which holds it.
+_KILL = """
+import os
+for name in filter(str.isdigit, os.listdir("/proc")):
+    if int(name) not in (1, os.getpid()):
+        os.kill(int(name), 9)
+"""
+
+
+@pytest.mark.slow
+def test_an_elastic_job_continues_with_the_hosts_that_are_there(tmp_path: Path) -> None:
+    """A host dies: the other continues alone, from the last checkpoint. It comes back: both continue. The command is
+    that of the page, for one to two nodes."""
+    [printed] = re.findall(r'title="elastic.sh"[^\n]*\n(.*?)\n```', PAGE.read_text(), re.DOTALL)
+    exported, _, printed = printed.partition("\n")
+    name, _, value = exported.removeprefix("export ").partition("=")
+    words = printed.replace("\\\n", " ").split()
+    for old, new in (("6:8", "1:2"), ("head:29500", "alpha:29500"), ("torchrun", "-m torch.distributed.run")):
+        assert words.count(old) == 1
+        words[words.index(old)] = new
+    words[words.index("--nproc-per-node") + 1] = "1"
+    # Where a rank fails with a host, and where the other agent finds that it is gone.
+    words[-1:] = ["--rdzv-conf", "keep_alive_interval=1,keep_alive_max_attempt=3,last_call_timeout=5", PROGRAM]
+    command = (sys.executable, *" ".join(words).split(), str(tmp_path), "--steps", "100000", "--save-every", "5")
+    slower = ("--pause", "0.1")
+    environment = ENVIRONMENT | {"PYTHONUNBUFFERED": "1", name: value}
+    with Hosts(2) as two:
+        first = two[0].start(*command, *slower, environment=environment)
+        second = two[1].start(*command, *slower, environment=environment)
+        seen = list(until(first, '"step": 12'))
+        assert json.loads(seen[-1])["world"] == 2
+        # Its processes, not the machine: it comes back.
+        two[1].run(sys.executable, "-c", _KILL)
+        second.communicate()
+        seen += list(until(first, '"world": 1'))
+        seen += list(until(first, '"event": "step"'))
+        alone_from = json.loads(seen[-1])["step"]
+        assert 5 < alone_from <= 13 + 5
+        second = two[1].start(*command, *slower, environment=environment)
+        seen += list(until(first, '"world": 2'))
+        for _ in range(3):
+            seen += list(until(first, '"event": "step"'))
+        for host in two:
+            host.end()
+        first.communicate(), second.communicate()
+    found = [line for line in lines("".join(seen)) if line["event"] == "step"]
+    assert [world for world, _ in groupby(line["world"] for line in found)] == [2, 1, 2]
+    plain = alone(max(line["step"] for line in found))
+    assert [line["loss"] for line in found] == pytest.approx([plain[line["step"] - 1] for line in found], rel=1e-4)
 
 
 @pytest.mark.slow

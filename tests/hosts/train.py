@@ -3,7 +3,8 @@
     torchrun ... tests/hosts/train.py FOLDER --steps 6 [--save-every 2] [--pause SECONDS] [--see FOLDER]
 
 The batch of a step is a function of its number, and is divided by the present number of ranks. Prints one line of JSON
-for each step, and one at the end; the losses are those of the whole batch.
+for each step, and one at the end; the losses are those of the whole batch. On SIGTERM to any rank all save after the
+same step and end with code 75.
 """
 
 from __future__ import annotations
@@ -11,7 +12,9 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import socket
+import sys
 import time
 from contextlib import nullcontext
 from pathlib import Path
@@ -62,6 +65,8 @@ def main() -> None:
     parser.add_argument("--see", type=Path)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
+    stopping = torch.zeros(1)
+    signal.signal(signal.SIGTERM, lambda *_: stopping.fill_(1))
     dist.init_process_group("gloo")
     rank, world = dist.get_rank(), dist.get_world_size()
 
@@ -96,13 +101,18 @@ def main() -> None:
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-            whole = loss.detach() / world
-            dist.all_reduce(whole)
+            # One rank that was asked to stop stops all.
+            both = torch.stack([loss.detach() / world, stopping[0]])
+            dist.all_reduce(both)
+            whole, asked = both[0], bool(both[1])
             if recorder is not None:
                 recorder.end(loss=whole.item())
             say(event="step", step=step + 1, loss=whole.item())
-            if arguments.save_every and (step + 1) % arguments.save_every == 0:
+            if arguments.save_every and (asked or (step + 1) % arguments.save_every == 0):
                 checkpoint.save(state_at(step + 1), checkpoint_id=arguments.folder / f"step-{step + 1}")
+            if asked:
+                say(event="stops", step=step + 1)
+                sys.exit(75)
             time.sleep(arguments.pause)
     say(event="ends")
     dist.destroy_process_group()
