@@ -210,3 +210,22 @@ def _seen(folder: Path) -> str:
     done = subprocess.run([sys.executable, "-m", "fullshard", "see", str(folder)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return done.stdout
+
+
+@pytest.mark.slow
+def test_a_host_with_several_ranks_that_vanishes_is_named_on_all_ranks_of_the_other() -> None:
+    """Their messages go in two levels, which threads of their own pass on."""
+    with Hosts(2) as two:
+        runs = []
+        for rank in range(4):
+            own = {"MASTER_ADDR": "alpha", "MASTER_PORT": "29501", "WORLD_SIZE": "4", "RANK": str(rank)}
+            command = (sys.executable, PROGRAM, str(two.local), "--steps", "100000", "--pause", "0.05")
+            runs.append(two[rank // 2].start(*command, environment=ENVIRONMENT | own))
+        list(until(runs[0], '"step": 5'))
+        two[1].end()
+        said = [ended(run) for run in runs[:2]]
+        for run, one in zip(runs[:2], said, strict=True):
+            assert run.returncode != 0 and "PeerFailed: expected every rank to take part in" in one, one
+            assert "gave no sign of life" in one and re.search(r"found that ranks? [23]", one), one
+        for run in runs[2:]:
+            run.communicate()
