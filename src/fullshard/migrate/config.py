@@ -28,8 +28,8 @@ PlanEntry = str | tuple[str, ...]
 class WrapKeys:
     by: str = setting(
         "auto",
-        'what becomes a unit. "auto": modules marked by attributes, else those that Hugging Face names, else the '
-        'members of the largest list; "children": direct children; "attributes": `_fsdp_wrap` and `fsdp_wrap_fn`; '
+        'what becomes a unit. "auto": modules marked by attributes, else the outermost that Hugging Face names, else '
+        'the members of the largest list; "children": direct children; "attributes": `_fsdp_wrap` and `fsdp_wrap_fn`; '
         '"none": the root alone',
         choices=WRAPPINGS,
         spellings=("policy", "auto_wrap_policy"),
