@@ -44,7 +44,7 @@ def test_digests_are_sent_and_no_tensors(numel: int) -> None:
         for parameter in model.parameters():
             parameter.grad = parameter.detach().clone()
         optimizer.step()
-        copies = Copies(mesh, model, {f"p{i}": 0 for i in range(5)})
+        copies = Copies(mesh, mesh["shard"], model, {f"p{i}": 0 for i in range(5)})
         with _Collectives() as collectives:
             copies.gradients()
         assert [sent for _, sent in collectives.sent] == [8, 8 * (1 + 5)], collectives.sent
