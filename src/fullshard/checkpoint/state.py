@@ -21,7 +21,6 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
+from torch.utils.weak import WeakIdKeyDictionary
 
 from .._torch import cut_dim, loads_as_torch, local_of, settled
 from ..layout import itemsize, known_dtypes
@@ -532,12 +532,13 @@ def place_of(tensor: Tensor) -> Place | str:
     return Place(shape, box, local, rule)
 
 
-# A model has thousands of tensors on one mesh, of thousands of ranks.
-_rules: WeakKeyDictionary[DeviceMesh, dict[tuple[Cut | None, ...], Rule]] = WeakKeyDictionary()
+# A model has thousands of tensors on one mesh, of thousands of ranks. By the mesh itself: an axis of a mesh equals that
+# of a rank in another row, which is another thread in tests.
+_rules: Any = WeakIdKeyDictionary()
 
 
 def _rule_of(mesh: DeviceMesh, cuts: tuple[Cut | None, ...]) -> Rule:
-    known = _rules.setdefault(mesh, {})
+    known: dict[tuple[Cut | None, ...], Rule] = _rules.setdefault(mesh, {})
     if cuts not in known:
         known[cuts] = rule_of(tuple(mesh.shape), mesh.mesh.flatten().tolist(), cuts)
     return known[cuts]
