@@ -134,6 +134,11 @@ def test_the_degrees_of_a_config() -> None:
     assert _declared(str(EXAMPLE.with_name("train_moe.toml"))) == ["zero3+ep=2"]
 
 
+def test_a_pipeline_is_not_left_out_in_silence(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", str(EXAMPLE.with_name("train_pipeline.toml"))]) == 2
+    assert "found pipeline_parallel_degree = 2, whose stages this command does not make" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("program", "strategy", "said"),
     [

@@ -101,7 +101,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _declared(program: str) -> list[str]:
-    """The strategy of the axes that a config of the trainer declares; empty without axes beside data parallelism."""
+    """The strategy of the axes that a config of the trainer declares; empty without axes beside data parallelism.
+    Raises `ProgramError` for a pipeline, which is not divided here."""
     from fullshard.program import ProgramError
     from fullshard.train.config import ConfigError, load_config
 
@@ -112,6 +113,12 @@ def _declared(program: str) -> list[str]:
     except ConfigError as error:
         raise ProgramError(str(error)) from error
     keys, copies = sharding.parallelism, sharding.sharding.data_parallel_replicate_degree
+    if keys.pipeline_parallel_degree > 1:
+        raise ProgramError(
+            f"{program}: expected a declaration without a pipeline, found pipeline_parallel_degree = "
+            f"{keys.pipeline_parallel_degree}, whose stages this command does not make; verify the rest with "
+            f"--strategies, such as zero3, or a config with degree 1"
+        )
     degrees = {
         "hsdp": copies,
         "tp": keys.tensor_parallel_degree,
