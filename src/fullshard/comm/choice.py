@@ -87,7 +87,7 @@ class Nodes:
             links = links._replace(exchanges=not place.several or place.apart)
         for group in (links.shard, links.reduce):
             if group is not None:
-                group.levels = None if strategy == "one-level" else place.levels
+                group.use_levels(None if strategy == "one-level" else place.levels)
         return links
 
 

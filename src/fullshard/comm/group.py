@@ -52,7 +52,7 @@ class ShardGroup(Line):
     whatever name torch has for it), "fake", "threaded" ...; of a group that torch does not know, such as a data
     group's, the caller says it."""
 
-    # The nodes of its ranks, if messages go in two levels (`choice.Nodes`).
+    # The nodes of its ranks, if messages go in two levels (`use_levels`).
     levels: Levels | None = None
 
     def __init__(self, process_group: dist.ProcessGroup, device: torch.device, backend: str | None = None) -> None:
@@ -82,10 +82,17 @@ class ShardGroup(Line):
         """The members' ranks in the default group."""
         return tuple(dist.get_process_group_ranks(self.origin))
 
-    def gather_into(self, out: Tensor, piece: Tensor) -> Work:
-        if self.levels is not None:
-            return self.send(gather_in_levels, self.process_group, self.levels, [out], [piece])
-        return super().gather_into(out, piece)
+    def use_levels(self, levels: Levels | None) -> None:
+        """Send in two levels between these nodes from now on; None: in one (`choice.Nodes` decides)."""
+        self.levels = levels
+        # Bound here and not asked at each gather: most groups have no levels, and a step gathers often.
+        if levels is None:
+            vars(self).pop("gather_into", None)
+        else:
+            self.gather_into = self._gather_in_levels  # type: ignore[method-assign]
+
+    def _gather_in_levels(self, out: Tensor, piece: Tensor) -> Work:
+        return self.send(gather_in_levels, self.process_group, self.levels, [out], [piece])
 
     def gather_each(self, outs: Sequence[Tensor], pieces: Sequence[Tensor]) -> list[Work]:
         """`gather_into` for each pair, as one group of messages if the backend can."""
@@ -126,7 +133,7 @@ class ShardGroup(Line):
             scope.resume()
             ask(scope, "set_separate_reduce_scatter_group", "")
         made = self.some(self.ranks, "fullshard_reduce")
-        made.levels = self.levels
+        made.use_levels(self.levels)
         return made
 
     def some(self, ranks: Sequence[int], purpose: str) -> ShardGroup:
