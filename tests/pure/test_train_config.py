@@ -16,6 +16,7 @@ from fullshard.train.config import Config, ConfigError, key_names, load_config, 
 # The surface that scripts rely on: a new key is added here on purpose, a removed one is a breaking change.
 KEYS = """
 run.dir
+model.folder model.dtype
 model.layers model.dim model.heads model.kv_heads model.ffn_dim model.tie_embeddings model.rope_theta model.norm_eps
 model.experts model.experts_per_token model.balance_loss
 training.steps training.global_batch training.micro_batch training.sequence_length training.clip_norm
@@ -38,6 +39,7 @@ sharding.precision.output sharding.precision.cast_inputs sharding.precision.mast
 sharding.activation_checkpointing.at sharding.activation_checkpointing.classes
 sharding.activation_checkpointing.every sharding.activation_checkpointing.recompute
 sharding.activation_checkpointing.save sharding.activation_checkpointing.offload
+adapters.method adapters.rank adapters.alpha adapters.dropout adapters.targets adapters.modules_to_save
 data.corpus data.text_key data.validation_fraction data.tokenizer data.bpe_vocab
 metrics.log_every metrics.eval_every metrics.eval_windows metrics.tensorboard
 metrics.record_first metrics.record_every metrics.plot

@@ -13,6 +13,8 @@ this room. Each file has one subject:
 | `run` | one run on one rank, from the joined processes to the finished folder |
 | `loop` | the steps |
 | `model` | the Llama-like model, and its sharded version |
+| `pretrained` | a model of a Hugging Face folder: what is refused of it, its adapters, its sharded version |
+| `adapter_keys`, `folder_tokenizer`, `exported` | its keys; its tokenizer; what its run leaves |
 | `data` | corpus, tokens, split; the samples of each step |
 | `metrics` | the record of a step; memory, peak rates |
 | `console` | console output and the loss plot |

@@ -7,13 +7,14 @@ stopped after a step by SIGTERM, with a checkpoint, 128 + n interrupted by signa
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import os
 import sys
 import traceback
 from collections.abc import Mapping
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -64,6 +65,11 @@ def add_commands(commands: Any) -> None:
     train.add_argument("config", nargs="?", type=Path, metavar="config.toml", help="keys that differ from the default")
     train.add_argument(
         "--set", action="append", default=[], metavar="section.key=value", help="change one key; repeatable"
+    )
+    train.add_argument(
+        "--model",
+        metavar="FOLDER",
+        help="train this model of Hugging Face, model.folder; adapters.method = lora or qlora trains adapters on it",
     )
     train.add_argument(
         "--resume",
@@ -121,6 +127,8 @@ def _train(arguments: argparse.Namespace) -> int:
     taken = _taken(arguments)
     if taken is not None and not _told(taken, arguments):
         return 1
+    if arguments.model is not None:
+        arguments.set.insert(0, f"model.folder={json.dumps(arguments.model)}")
     config = _config(arguments, {} if taken is None else taken.settings)
     inside = "RANK" in os.environ and "WORLD_SIZE" in os.environ  # one of several processes already: start no others
     if inside and not arguments.print_config:
@@ -148,6 +156,10 @@ def _train(arguments: argparse.Namespace) -> int:
     from fullshard.train.folder import make_run_dir
 
     check_data(config.data)
+    if config.model.folder:
+        from fullshard.train.pretrained import check_pretrained_folder
+
+        check_pretrained_folder(config)
     run_dir = make_run_dir(config)
     code = launch.launch(config, run_dir, world)
     if plan is not None and code == 0:
@@ -218,7 +230,9 @@ def _automatic(config: Config, world: int) -> dict[str, str]:
         notes["training.threads"] = str(threads_per_process(config, world))
     if size != keys.micro_batch:
         notes["training.micro_batch"] = f"at most {size}" if keys.micro_batch == AUTO else str(size)
-    if not config.model.ffn_dim:
+    if config.model.folder:
+        notes |= {f"model.{key.name}": "the folder's" for key in fields(config.model)[2:]}
+    elif not config.model.ffn_dim:
         notes["model.ffn_dim"] = str(config.ffn_dim)
     return {key: f"here: {value}" for key, value in notes.items()}
 

@@ -26,6 +26,7 @@ from fullshard.migrate.axes import Axes
 from fullshard.migrate.parallelism import DEGREES, ModelShape
 from fullshard.migrate.schedules import find_schedule
 from fullshard.train import former_keys
+from fullshard.train.adapter_keys import AdapterKeys, check_pretrained, refuse_without_folder, with_folder
 
 AUTO = "auto"
 # The axes that the trainer has beside data parallelism.
@@ -45,6 +46,12 @@ class RunKeys:
 
 @dataclass(frozen=True, slots=True)
 class ModelKeys:
+    folder: str = setting(
+        "", 'model of Hugging Face to train on: its folder, or name on the hub; "" = a new Llama of the keys below'
+    )
+    dtype: str = setting(
+        "float32", "of the parameters of a model of a folder, whatever its files have", choices=("float32", "bfloat16")
+    )
     layers: int = setting(4, "number of transformer blocks; each is one sharded unit", least=1)
     dim: int = setting(128, "width of the residual stream", least=2)
     heads: int = setting(4, "query heads; must divide dim", least=1)
@@ -112,7 +119,9 @@ class DataKeys:
     text_key: str = setting("text", "key of the text in an object of a .jsonl corpus")
     validation_fraction: float = setting(0.1, "last part of the corpus, kept for validation", above=0.0, most=0.5)
     tokenizer: str = setting(
-        "bytes", '"bytes", or "bpe" trained on the corpus (needs fullshard[bpe])', choices=("bytes", "bpe")
+        "bytes",
+        '"bytes", "bpe" trained on the corpus (needs fullshard[bpe]), or "folder" = that of model.folder',
+        choices=("bytes", "bpe", "folder"),
     )
     bpe_vocab: int = setting(1024, "vocabulary of the BPE tokenizer", least=260)
 
@@ -169,6 +178,7 @@ class Config:
     optimizer: OptimizerKeys = OptimizerKeys()
     # The settings of `prepare_fully_shard`, as far as the trainer's model leaves a choice.
     sharding: ShardingConfig = ShardingConfig()
+    adapters: AdapterKeys = AdapterKeys()
     data: DataKeys = DataKeys()
     metrics: MetricsKeys = MetricsKeys()
     checkpoint: CheckpointKeys = CheckpointKeys()
@@ -181,7 +191,25 @@ class Config:
 
     def check(self) -> None:
         """Rules between keys. Raises `ConfigError`."""
-        m, d = self.model, self.data
+        if self.model.folder:
+            check_pretrained(self, Config())
+        else:
+            refuse_without_folder(self, Config())
+            self._check_llama()
+        c, d = self.checkpoint, self.data
+        for key in ("staging_mib", "queue"):
+            value = getattr(c, key)
+            if value and not c.asynchronous:
+                raise invalid(f"checkpoint.{key}", value, "has no effect with checkpoint.asynchronous = false")
+        if not c.keep_best and c.metric != CheckpointKeys().metric:
+            raise invalid("checkpoint.metric", c.metric, "has no effect with checkpoint.keep_best = 0")
+        if d.corpus != "builtin" and not (d.corpus.startswith("path:") and len(d.corpus) > len("path:")):
+            raise invalid("data.corpus", d.corpus, 'expected "builtin" or "path:FILE"', _nearest_corpus(d.corpus))
+        _check_sharding(self.sharding, own_model=not self.model.folder)
+        self._check_axes()
+
+    def _check_llama(self) -> None:
+        m = self.model
         if m.dim % m.heads or (m.dim // m.heads) % 2:
             heads = [h for h in range(1, m.dim // 2 + 1) if m.dim % h == 0 and (m.dim // h) % 2 == 0]
             if not heads:
@@ -200,17 +228,6 @@ class Config:
                 if getattr(m, key) != getattr(ModelKeys(), key):
                     problem = "has no effect with model.experts = 0"
                     raise invalid(f"model.{key}", getattr(m, key), problem, show(getattr(ModelKeys(), key)))
-        c = self.checkpoint
-        for key in ("staging_mib", "queue"):
-            value = getattr(c, key)
-            if value and not c.asynchronous:
-                raise invalid(f"checkpoint.{key}", value, "has no effect with checkpoint.asynchronous = false")
-        if not c.keep_best and c.metric != CheckpointKeys().metric:
-            raise invalid("checkpoint.metric", c.metric, "has no effect with checkpoint.keep_best = 0")
-        if d.corpus != "builtin" and not (d.corpus.startswith("path:") and len(d.corpus) > len("path:")):
-            raise invalid("data.corpus", d.corpus, 'expected "builtin" or "path:FILE"', _nearest_corpus(d.corpus))
-        _check_sharding(self.sharding)
-        self._check_axes()
 
     def _check_axes(self) -> None:
         keys = self.sharding.parallelism
@@ -331,8 +348,9 @@ _DECIDED = {
 _DTYPES = ("float32", "bfloat16")
 
 
-def _check_sharding(config: ShardingConfig) -> None:
-    """Raise `ConfigError` for a setting of [sharding] without effect on the trainer's model."""
+def _check_sharding(config: ShardingConfig, *, own_model: bool) -> None:
+    """Raise `ConfigError` for a setting of [sharding] without effect on the trainer's model. `own_model`: it is not
+    one of a folder."""
     default = ShardingConfig()
     for section, instead in _DECIDED.items():
         keys = getattr(config, section)
@@ -358,7 +376,7 @@ def _check_sharding(config: ShardingConfig) -> None:
         ("cast_inputs", "has no effect: tokens are whole numbers, and blocks get what was computed in the same dtype"),
         ("keep_float32", "has no effect: all of the trainer's model computes in sharding.precision.param"),
     ):
-        if getattr(precision, name) != getattr(default.precision, name):
+        if own_model and getattr(precision, name) != getattr(default.precision, name):
             raise invalid(f"sharding.precision.{name}", getattr(precision, name), problem)
     at = config.activation_checkpointing.at
     if at not in ("none", "units"):
@@ -402,7 +420,7 @@ def load_config(path: Path | None, overrides: Iterable[str] = (), elsewhere: Map
         settings |= changed
         former |= before
     former_keys.refuse_both(former, {name: value for name, value in settings.items() if name not in elsewhere})
-    config = _made({**settings, **_checked(former_keys.renamed(former))})
+    config = _made(with_folder({**settings, **_checked(former_keys.renamed(former))}))
     config.check()
     former_keys.warn(former)
     return config

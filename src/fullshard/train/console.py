@@ -132,15 +132,17 @@ class ProgressConsole(Console):
             self._live = None
 
 
-def memory_lines(report: Report, unsharded_nbytes: int) -> list[str]:
+def memory_lines(report: Report, unsharded_nbytes: int, trained_nbytes: int) -> list[str]:
     """One line each for parameters, gradients and AdamW: measured, expected, and the unsharded size.
 
-    `unsharded_nbytes`: bytes of all parameters; gradients take as many, and AdamW keeps two values per element.
+    `unsharded_nbytes`: bytes of all parameters. `trained_nbytes`: of those that train; gradients take as many, and
+    AdamW keeps two values per element.
     """
     lines = []
-    for name, copies in (("parameters", 1), ("gradients", 1), ("optimizer", 2)):
+    sizes = (("parameters", unsharded_nbytes), ("gradients", trained_nbytes), ("optimizer", 2 * trained_nbytes))
+    for name, whole in sizes:
         measured, expected = getattr(report.measured, name), getattr(report.expected, name)
-        sides = ((measured, "measured"), (expected, "expected"), (copies * unsharded_nbytes, "unsharded"))
+        sides = ((measured, "measured"), (expected, "expected"), (whole, "unsharded"))
         lines.append(f"{name:<10} " + ", ".join(f"{in_units(nbytes):>10} {what}" for nbytes, what in sides))
     return lines
 

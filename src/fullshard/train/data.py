@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from fullshard.train.config import ConfigError, DataKeys, invalid
+from fullshard.train.folder_tokenizer import FolderTokenizer
 from fullshard.train.metrics import installed
 
 BPE_HINT = 'data.tokenizer = "bpe" needs the package tokenizers: pip install "fullshard[bpe]"'
@@ -145,7 +146,7 @@ class BPETokenizer:
         return [0 if t in specials else len(self._bpe.id_to_token(t)) for t in range(self.vocab)]
 
 
-Tokenizer = ByteTokenizer | BPETokenizer
+Tokenizer = ByteTokenizer | BPETokenizer | FolderTokenizer
 
 _SPECIALS = ("<bos>", "<eos>", "<pad>")
 
@@ -186,10 +187,10 @@ class TokenSplit:
 def tokenize(corpus: Corpus, tokenizer: Tokenizer, validation_fraction: float) -> TokenSplit:
     """All documents, each between BOS and EOS, split once: the last `validation_fraction` of the tokens validates."""
     stream: list[int] = []
+    # The tokenizer of a folder may lack one of them.
+    begin, end = ([] if token is None else [token] for token in (tokenizer.bos, tokenizer.eos))
     for document in corpus.documents:
-        stream.append(tokenizer.bos)
-        stream.extend(tokenizer.encode(document))
-        stream.append(tokenizer.eos)
+        stream += begin + tokenizer.encode(document) + end
     tokens = torch.tensor(stream, dtype=torch.int32)
     cut = len(tokens) - max(round(len(tokens) * validation_fraction), 2)
     return TokenSplit(tokens[:cut], tokens[cut:])

@@ -8,14 +8,15 @@
 | `tensorboard/` | while running, where installed | rank 0 |
 | `tokenizer.json` | at the start, for BPE | rank 0 |
 | `checkpoints/step-N/` | every `checkpoint.every` steps, at the end, and when stopped | all ranks |
-| `model.safetensors`, `loss.png`, `sample.txt` | at the end | rank 0 |
+| `model.safetensors`, or `model/` and `adapters/`; `loss.png`, `sample.txt` | at the end | rank 0 |
 
 A file is written under another name and renamed when it is complete, so a reader never sees a partial one; each metrics
 line is one append.
 
-A checkpoint holds model, AdamW and step. The order of samples is a function of (seed, step), random numbers of (seed,
-step, rank), the learning rate of the step. So a run that continues from step 50 equals the uninterrupted one: bit for
-bit on the same number of processes, and with the same samples on any other.
+A checkpoint holds model, AdamW and step; of a frozen base nothing, which the folder of the model has. The order of
+samples is a function of (seed, step), random numbers of (seed, step, rank), the learning rate of the step. So a run
+that continues from step 50 equals the uninterrupted one: bit for bit on the same number of processes, and with the same
+samples on any other.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from torch.distributed.tensor import DTensor
 
 from fullshard import MicroBatches, __version__, checkpoint
 from fullshard.checkpoint.formats.hf import Entry, SafetensorsWriter
+from fullshard.checkpoint.state import plain_name
 from fullshard.train.config import (
     CheckpointKeys,
     Config,
@@ -54,7 +56,7 @@ from fullshard.train.process import World
 CHECKPOINTS = "checkpoints"
 
 # Keys that decide which numbers a run computes. Everything else may change when it continues.
-_FIXED_SECTIONS = ("model", "data", "sharding.precision", "optimizer")
+_FIXED_SECTIONS = ("model", "adapters", "data", "sharding.precision", "optimizer")
 _FIXED_KEYS = ("training.global_batch", "training.sequence_length", "training.seed", "training.clip_norm")
 
 
@@ -290,7 +292,7 @@ class Checkpoints:
 
         Raises `CheckpointError`, and `RuntimeError` if it belongs to another run; then nothing has changed.
         """
-        model_state, optimizer_state = checkpoint.get_state_dict(self.model, self.optimizer)
+        model_state, optimizer_state = self._state()
         damage = None
         try:
             found = checkpoint.inspect(path)
@@ -309,11 +311,26 @@ class Checkpoints:
             )
         state = {"model": model_state, "optimizer": optimizer_state}
         checkpoint.load(state, checkpoint_id=path, allow_unexpected=("run.*",))
-        both: dict[str, Any] = {"model_state_dict": model_state, "optim_state_dict": optimizer_state}
-        checkpoint.set_state_dict(self.model, self.optimizer, **both)
+        # Of a frozen base nothing was saved or changed; the others were filled where they are.
+        whole = None if self._frozen() else model_state
+        checkpoint.set_state_dict(self.model, self.optimizer, model_state_dict=whole, optim_state_dict=optimizer_state)
         if self.micro is not None and held.get("micro_batch"):  # older runs have none
             self.micro.load_state_dict({"size": held["micro_batch"], "fits": 0, "fails": 0})
         return int(held["step"])
+
+    def _frozen(self) -> set[str]:
+        named = self.model.named_parameters(remove_duplicate=False)
+        return {plain_name(name) for name, parameter in named if not parameter.requires_grad}
+
+    def _state(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """The state of model and optimizer that a checkpoint holds: without frozen weights, which the folder of the
+        model has, and what packed ones have beside them."""
+        model_state, optimizer_state = checkpoint.get_state_dict(self.model, self.optimizer)
+        frozen = self._frozen()
+        for name in list(model_state) if frozen else ():
+            if name in frozen or any(name.startswith(f"{outer}.") for outer in frozen):
+                del model_state[name]
+        return model_state, optimizer_state
 
     def due(self, step: int, last: int) -> bool:
         """Whether a checkpoint is due after `step` of `last`."""
@@ -330,7 +347,7 @@ class Checkpoints:
         queues = self.keys.queue and self.keys.asynchronous and not wait
         self.settle(leave=1 if queues else 0)
         path = self.folder / f"step-{step}"
-        model_state, optimizer_state = checkpoint.get_state_dict(self.model, self.optimizer)
+        model_state, optimizer_state = self._state()
         # Store the size found by failing, so that no resumed run has to fail again; 0: the size was given.
         found = 0 if self.micro is None else self.micro.size or 0
         run = {**self.facts, "step": step, "world": self.world.size, "micro_batch": found}

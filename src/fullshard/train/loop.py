@@ -17,6 +17,7 @@ import signal
 import time
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -34,8 +35,9 @@ from fullshard.train.console import Console
 from fullshard.train.data import SampleOrder, Tokenizer, TokenSplit, validation_windows, windows
 from fullshard.train.folder import Checkpoints
 from fullshard.train.metrics import MetricsFile, StepRecord, TensorBoard, memory_nbytes, peak_flop_per_second
-from fullshard.train.model import Llama, as_fsdp, compute_dtype, flop_per_token
+from fullshard.train.model import as_fsdp, compute_dtype
 from fullshard.train.pipeline import Pipeline, Stages
+from fullshard.train.pretrained import flop_of, logits_of, numel_of, without_dropout
 from fullshard.train.process import Stopped, World, stop_requested
 
 
@@ -110,7 +112,7 @@ class Trainer:
         self,
         config: Config,
         world: World,
-        model: Llama,
+        model: nn.Module,
         optimizer: torch.optim.Optimizer,
         split: TokenSplit,
         tokenizer: Tokenizer,
@@ -167,7 +169,12 @@ class Trainer:
     @property
     def numel(self) -> int:
         """The elements of the whole model."""
-        return sum(p.numel() for p in self.model.parameters()) if self.stages is None else self.stages.numel
+        return numel_of(self.model) if self.stages is None else self.stages.numel
+
+    @cached_property
+    def flop_per_token(self) -> float:
+        """Floating-point operations per trained token."""
+        return flop_of(self.model, self.numel, self.config.training.sequence_length)
 
     @property
     def weight(self) -> float:
@@ -271,10 +278,7 @@ class Trainer:
         if recorder is not None:
             recorder.end(loss=loss.per_token, norm=norm, lr=lr)
         val = self.validate() if self._validates(step) else None
-        flop_per_second, peak = (
-            tokens * flop_per_token(self.model.shape, self.numel) / seconds,
-            self.peak_flop_per_second,
-        )
+        flop_per_second, peak = tokens * self.flop_per_token / seconds, self.peak_flop_per_second
         return StepRecord(
             step=step,
             loss=loss.per_token,
@@ -336,7 +340,7 @@ class Trainer:
     def _losses(self, inputs: Tensor, targets: Tensor, positions: Tensor | None = None) -> Tensor:
         """Cross entropy of each token in nats, (B*T,) float32; 0 where the target is padding."""
         inputs = inputs.to(self.world.device)
-        return self._losses_of(self.model(inputs) if positions is None else self.model(inputs, positions), targets)
+        return self._losses_of(logits_of(self.model, inputs, positions), targets)
 
     def _summed(self, logits: Tensor, targets: Tensor) -> Tensor:
         """The weighed loss of a micro-batch of a pipeline."""
@@ -361,7 +365,7 @@ class Trainer:
         own = slice(self.world.share * share, (self.world.share + 1) * share)
         figures = [0.0, 0.0, 0.0]
         taken = self.micro_batch if self.pipeline is None else self.share
-        with self.world.sequences or nullcontext():
+        with self.world.sequences or nullcontext(), without_dropout(self.model):
             for first in range(own.start, own.stop, taken):
                 piece = slice(first, min(first + taken, own.stop))
                 parts = self._parts(inputs[piece], targets[piece])

@@ -300,7 +300,8 @@ def flop_per_token(shape: LlamaShape, num_params: int) -> float:
 
 def llama_shape(config: Config, vocab: int) -> LlamaShape:
     """The shape of the model that `config` describes, for a tokenizer of `vocab` tokens."""
-    keys = asdict(config.model) | {"ffn_dim": config.ffn_dim}
+    keys = {name: value for name, value in asdict(config.model).items() if name not in ("folder", "dtype")}
+    keys["ffn_dim"] = config.ffn_dim
     if not config.model.experts:
         keys["balance_loss"] = 0.0  # of nothing
     return LlamaShape(vocab=vocab, context=config.training.sequence_length, **keys)

@@ -25,6 +25,7 @@ from fullshard.train.config import Config, invalid
 from fullshard.train.data import ByteTokenizer
 from fullshard.train.metrics import read_metrics
 from fullshard.train.model import llama_shape
+from fullshard.train.pretrained import open_pretrained, program_of
 from fullshard.train.process import device_kind, threads_per_process
 from fullshard.train.shapes import language_model
 
@@ -32,6 +33,8 @@ from fullshard.train.shapes import language_model
 def programs_of(config: Config, world: int) -> Callable[[int | None], Program]:
     """The program of the config on `world` processes for a length of sequences, None for its own. A BPE tokenizer is
     taken to have all of its tokens."""
+    if config.model.folder:
+        return lambda sequence: program_of(config, sequence or config.training.sequence_length)
     vocabulary = config.data.bpe_vocab if config.data.tokenizer == "bpe" else ByteTokenizer().vocab
     shape = llama_shape(config, vocabulary)
     plan, axes = config.sharding.parallel, config.axes(world)
@@ -89,7 +92,10 @@ def _recomputed(config: Config) -> str | tuple[str, ...]:
         return way
     if keys.every == 1:
         return way
-    blocks = range(1, config.model.layers + 1)
+    layers = config.model.layers
+    if config.model.folder:
+        layers = open_pretrained(config).told.get_text_config().num_hidden_layers
+    blocks = range(1, layers + 1)
     return ("none", *("none" if number % keys.every else way for number in blocks))
 
 

@@ -15,6 +15,7 @@ from fullshard.program import Program, ProgramError
 from fullshard.train import data
 from fullshard.train.config import ConfigError, load_config
 from fullshard.train.model import Llama, adamw, llama_shape
+from fullshard.train.pretrained import logits_of, open_pretrained, refuse_4_bits
 
 # Of a batch: few, because every step is taken twice, once in one process.
 _WINDOWS, _TOKENS = 2, 128
@@ -27,7 +28,12 @@ def program(path: str = "") -> Program:
         config = load_config(Path(path) if path else None)
         corpus = data.check_data(config.data)
         tokenizer: data.Tokenizer = data.ByteTokenizer()
-        if config.data.tokenizer == "bpe":
+        found = None
+        if config.model.folder:
+            refuse_4_bits(config, "fullshard verify builds no base in 4 bits")
+            found = open_pretrained(config)
+            tokenizer = found.tokenizer
+        elif config.data.tokenizer == "bpe":
             tokenizer = data.BPETokenizer(data.train_bpe(corpus.documents, config.data.bpe_vocab))
     except ConfigError as error:
         raise ProgramError(str(error)) from error
@@ -35,6 +41,8 @@ def program(path: str = "") -> Program:
     length = min(config.training.sequence_length, _TOKENS)
 
     def build() -> nn.Module:
+        if found is not None:
+            return found.plain(device="cpu")
         model = Llama(llama_shape(config, tokenizer.vocab))
         model.init_weights(config.training.seed)
         return model
@@ -50,12 +58,12 @@ def program(path: str = "") -> Program:
 
     def loss(model: nn.Module, batch: Any) -> Tensor:
         inputs, targets, *places = batch
-        logits = model(inputs, places[0][0]) if places else model(inputs)
-        found = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
-        return found + balance_loss(model)
+        logits = logits_of(model, inputs, places[0][0] if places else None)
+        mean = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+        return mean + balance_loss(model)
 
     def optimizer(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-        return adamw(parameters, config.optimizer)
+        return adamw((p for p in parameters if p.requires_grad), config.optimizer)
 
     return Program(build, loss, batch, optimizer=optimizer)
 

@@ -5,18 +5,23 @@ from __future__ import annotations
 import math
 import os
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
+
+from torch import nn
 
 from fullshard import report
 from fullshard.observe import Recorder, UnitReport, first_and_every
 from fullshard.train import data, folder, metrics
 from fullshard.train.config import Config, ConfigError
 from fullshard.train.console import Console, clock, console_for, draw_loss, memory_lines
+from fullshard.train.exported import export
 from fullshard.train.loop import Outcome, Outputs, Trainer
 from fullshard.train.metrics import in_units
 from fullshard.train.model import adamw, as_fsdp, llama_shape, sharded_model
 from fullshard.train.pipeline import Stages
+from fullshard.train.pretrained import Pretrained, logits_of, opened_on_all, without_dropout
 from fullshard.train.process import RUN_DIR, STOPPED, Stopped, World, noting_stops
 from fullshard.train.sample import generate, load_run
 
@@ -28,12 +33,17 @@ def train(config: Config, world: World, run_dir: Path) -> None:
     console = console_for(world.rank, config.metrics.log_every)
     corpus = data.read_corpus(config.data)
     world.agree("SHA-256 of the corpus", corpus.sha256)
-    tokenizer = _tokenizer(config, world, corpus, run_dir)
+    found_in = opened_on_all(config, world) if config.model.folder else None
+    tokenizer = _tokenizer(config, world, corpus, run_dir) if found_in is None else found_in.tokenizer
     split = data.tokenize(corpus, tokenizer, config.data.validation_fraction)
     stages = Stages(config, world) if config.sharding.parallelism.pipeline_parallel_degree > 1 else None
     cut = None if stages is None else stages.cut
-    model = sharded_model(config, tokenizer.vocab, world.mesh, world.device, world.whole, world.sequences, cut)
-    optimizer = adamw(model.parameters(), config.optimizer)
+    model: nn.Module
+    if found_in is not None:
+        model = found_in.sharded(world.mesh, world.device)
+    else:
+        model = sharded_model(config, tokenizer.vocab, world.mesh, world.device, world.whole, world.sequences, cut)
+    optimizer = adamw((p for p in model.parameters() if p.requires_grad), config.optimizer)
     trainer = Trainer(config, world, model, optimizer, split, tokenizer, stages)
     found = report(trainer.sharded, optimizer)
     for line in () if trainer.pipeline is None else trainer.pipeline.told:
@@ -44,6 +54,8 @@ def train(config: Config, world: World, run_dir: Path) -> None:
     )
     console.say(str(found))
     same = {"corpus_sha256": corpus.sha256, "vocab": tokenizer.vocab, "seed": config.training.seed}
+    if found_in is not None:
+        same["base"] = found_in.fingerprint()
     checkpoints = folder.Checkpoints(run_dir, config.checkpoint, world, model, optimizer, same, trainer.micro)
     after, newest = checkpoints.resume()
     for path, problem in checkpoints.aside:
@@ -74,7 +86,7 @@ def train(config: Config, world: World, run_dir: Path) -> None:
         raise
     finally:
         outputs.close()
-    _finish(trainer, console, run_dir, tokenizer, outcome)
+    _finish(trainer, console, run_dir, tokenizer, outcome, found_in)
 
 
 def agreed_run_dir(config: Config, world: World) -> Path:
@@ -156,12 +168,25 @@ def _facts(
     }
 
 
-def _finish(trainer: Trainer, console: Console, run_dir: Path, tokenizer: data.Tokenizer, outcome: Outcome) -> None:
+def _finish(
+    trainer: Trainer,
+    console: Console,
+    run_dir: Path,
+    tokenizer: data.Tokenizer,
+    outcome: Outcome,
+    found_in: Pretrained | None,
+) -> None:
     config, world = trainer.config, trainer.world
-    # The trainer's parameters are float32.
-    nbytes = 4 * trainer.numel
-    peak = round(world.largest([metrics.peak_memory_nbytes(world.device)])[0])
+    # The parameters of a pipeline are elsewhere too: they are float32.
+    nbytes = trained = 4 * trainer.numel
     if trainer.pipeline is None:
+        sizes = [(p.numel() * p.element_size(), p.requires_grad) for p in trainer.model.parameters()]
+        nbytes, trained = sum(size for size, _ in sizes), sum(size for size, trains in sizes if trains)
+    peak = round(world.largest([metrics.peak_memory_nbytes(world.device)])[0])
+    written = ["model.safetensors"]
+    if found_in is not None:
+        written = export(found_in, trainer.model, run_dir, world)
+    elif trainer.pipeline is None:
         folder.save_model(run_dir, trainer.model, rank=world.rank)
     elif world.rank == 0:
         # Each process has its stages; the checkpoint of the last step has all of them.
@@ -181,9 +206,9 @@ def _finish(trainer: Trainer, console: Console, run_dir: Path, tokenizer: data.T
         text = generate(whole, tokenizer, config.sample, context=keys.sequence_length, seed=keys.seed)
     last = last or folder.last_record(run_dir)
     records = metrics.read_metrics(run_dir / "metrics.jsonl")
-    files = ["metrics.jsonl", "config.toml", "manifest.json", "model.safetensors", folder.CHECKPOINTS]
+    files = ["metrics.jsonl", "config.toml", "manifest.json", *written, folder.CHECKPOINTS]
     console.say("")
-    for line in memory_lines(outcome.held, nbytes):
+    for line in memory_lines(outcome.held, nbytes, trained):
         console.say(f"rank 0: {line}")
     console.say(f"peak memory of a process: {in_units(peak)}")
     if text:
@@ -209,7 +234,7 @@ def _finish(trainer: Trainer, console: Console, run_dir: Path, tokenizer: data.T
             "peak_process_bytes": peak,
             "rank0_measured": asdict(outcome.held.measured),
             "rank0_expected": asdict(outcome.held.expected),
-            "unsharded": {"parameters": nbytes, "gradients": nbytes, "optimizer": 2 * nbytes},
+            "unsharded": {"parameters": nbytes, "gradients": trained, "optimizer": 2 * trained},
         },
     )
     if nonfinite:
@@ -229,14 +254,15 @@ def _sample(trainer: Trainer, tokenizer: data.Tokenizer) -> str:
     """Text from the sharded model. Collective; the text is the same on every rank and used on rank 0."""
     keys = trainer.config.training
     sample, device = trainer.config.sample, trainer.world.device
-    text = generate(
-        trainer.model,
-        tokenizer,
-        sample,
-        context=keys.sequence_length,
-        seed=keys.seed,
-        device=device,
-        whole=trainer.world.whole is not None,
-    )
+    with without_dropout(trainer.model):
+        text = generate(
+            partial(logits_of, trainer.model),
+            tokenizer,
+            sample,
+            context=keys.sequence_length,
+            seed=keys.seed,
+            device=device,
+            whole=trainer.world.whole is not None,
+        )
     as_fsdp(trainer.model).reshard()
     return text

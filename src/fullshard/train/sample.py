@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -12,7 +13,9 @@ from torch.distributed.tensor import DTensor
 from fullshard.checkpoint.formats.hf import read_safetensors
 from fullshard.train.config import Config, SampleKeys, load_config
 from fullshard.train.data import BPETokenizer, ByteTokenizer, Tokenizer
+from fullshard.train.exported import MODEL, load_exported
 from fullshard.train.model import Llama, llama_shape
+from fullshard.train.pretrained import logits_of
 
 
 @torch.no_grad()
@@ -32,8 +35,11 @@ def generate(
     PAD, which could end a text, are never drawn.
     """
     generator = torch.Generator().manual_seed(seed)
-    never = torch.tensor([tokenizer.bos, tokenizer.eos, tokenizer.pad])
-    tokens = [tokenizer.bos, *tokenizer.encode(keys.prompt)]
+    specials = [token for token in (tokenizer.bos, tokenizer.eos, tokenizer.pad) if token is not None and token >= 0]
+    never = torch.tensor(specials, dtype=torch.int64)
+    tokens = (
+        [*([] if tokenizer.bos is None else [tokenizer.bos]), *tokenizer.encode(keys.prompt)] or specials[:1] or [0]
+    )
     for _ in range(keys.tokens):
         seen = tokens[-context:]
         # Padded to the length of training, which tensor parallelism divides; no token reads one after it.
@@ -54,24 +60,27 @@ def _draw(logits: Tensor, temperature: float, top_k: int, generator: torch.Gener
     return int(torch.multinomial(probabilities, 1, generator=generator))
 
 
-def load_run(run_dir: Path) -> tuple[Llama, Tokenizer, Config]:
+def load_run(run_dir: Path) -> tuple[Callable[[Tensor], Tensor], Tokenizer, Config]:
     """The trained model of a run folder, on the CPU, with its tokenizer and configuration.
 
     Raises `FileNotFoundError` for a folder without a trained model, `ValueError` for files that do not match.
     """
-    for name in ("config.toml", "model.safetensors"):
-        if not (run_dir / name).is_file():
-            raise FileNotFoundError(f"{run_dir} has no {name}: expected the folder of a completed run")
+    _expect(run_dir, "config.toml")
     config = load_config(run_dir / "config.toml")
+    if config.model.folder:
+        _expect(run_dir, f"{MODEL}/config.json")
+        model, words = load_exported(run_dir / MODEL)
+        return partial(logits_of, model), words, config
+    _expect(run_dir, "model.safetensors")
     tokenizer: Tokenizer = ByteTokenizer()
     if config.data.tokenizer == "bpe":
         tokenizer = BPETokenizer((run_dir / "tokenizer.json").read_text())
     with torch.device("meta"):
-        model = Llama(llama_shape(config, tokenizer.vocab))
-    model.to_empty(device="cpu")
-    model.init_weights()  # for the rotary tables, which are not in the file
+        llama = Llama(llama_shape(config, tokenizer.vocab))
+    llama.to_empty(device="cpu")
+    llama.init_weights()  # for the rotary tables, which are not in the file
     weights = read_safetensors(run_dir / "model.safetensors")
-    expected = {name: tuple(p.shape) for name, p in model.named_parameters()}
+    expected = {name: tuple(p.shape) for name, p in llama.named_parameters()}
     found = {name: tuple(t.shape) for name, t in weights.items()}
     if found != expected:
         name = next(n for n in sorted({*found, *expected}) if found.get(n) != expected.get(n))
@@ -79,5 +88,10 @@ def load_run(run_dir: Path) -> tuple[Llama, Tokenizer, Config]:
             f"{run_dir}: config.toml asks for {name} {expected.get(name, '(none)')}, "
             f"model.safetensors has {found.get(name, '(none)')}"
         )
-    model.load_state_dict(weights)
-    return model, tokenizer, config
+    llama.load_state_dict(weights)
+    return llama, tokenizer, config
+
+
+def _expect(run_dir: Path, name: str) -> None:
+    if not (run_dir / name).is_file():
+        raise FileNotFoundError(f"{run_dir} has no {name}: expected the folder of a completed run")
