@@ -11,7 +11,7 @@
 #   make bench            the CPU benchmarks (under ten minutes)
 #   make package          sdist and wheel, into dist/; the wheel trains the quickstart on two ranks in an empty environment
 #   make release-check    whether contacts are filled in, and version and changelog agree
-#   make hosts-setup      the system packages that tests of simulated hosts need; as root
+#   make hosts-setup      what tests of simulated hosts and of how-to pages need: system packages, as root, and the extra `hosts`
 #   make clean            remove the environment and all caches; runs/ is yours and stays
 # Another interpreter: make PYTHON=python3.12 ... ; another place for the environment: make VENV=dir ...
 
@@ -85,9 +85,11 @@ package: $(STAMP)
 versions: $(STAMP)
 	$(BIN)/python -m tools.versions $(ARGS)
 
-# What tests/hosts needs of the system, on Debian; without it, or without root, these tests are skipped.
-hosts-setup:
+# What tests/hosts needs of the system, on Debian; without it, or without root, these tests are skipped. And packages of
+# how-to pages, of which torchtitan in the same environment wants other versions.
+hosts-setup: $(STAMP)
 	apt-get install -y --no-install-recommends iproute2 util-linux slurm-wlm munge
+	$(PIP) --no-build-isolation -e ".[hosts]"
 
 release-check: $(STAMP)
 	$(BIN)/python -m tools.release_check $(ARGS)

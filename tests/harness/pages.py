@@ -284,6 +284,7 @@ def _settings_put_back() -> Iterator[None]:
         with warnings.catch_warnings():
             for kind in (FutureWarning, DeprecationWarning):  # torch's and transformers', of each other
                 warnings.simplefilter("ignore", kind)
+            warnings.filterwarnings("ignore", "'set_vital' is deprecated", UserWarning)  # torchdata's, of torch 2.13
             yield
     finally:
         sys.path[:] = path

@@ -4,16 +4,21 @@ installed here, and are skipped with its name."""
 from __future__ import annotations
 
 import importlib.util
+import itertools
+import json
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.harness import pages
 
 # In torch, in this package, or in Python.
-HERE = {"torch", "fullshard", "pathlib"}
+HERE = {"torch", "fullshard", "pathlib", "itertools", "json"}
 
 
 def _sections() -> Iterator[object]:
@@ -41,6 +46,42 @@ def test_a_section_runs_on_two_ranks(code: list[str], tmp_path: Path, monkeypatc
     page.write_text("".join(f"```python\n{block}```\n\n" for block in code))
     monkeypatch.setattr(pages, "ROOT", tmp_path)
     pages.run(page, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.hang_after(300)
+@pytest.mark.parametrize("world, workers", [(1, 0), (3, 0), (3, 2)])
+def test_a_section_continues_on_another_number_of_ranks(world: int, workers: int, tmp_path: Path) -> None:
+    """What two ranks saved after two batches continues with the third, whichever ranks read it. Processes that torchrun
+    starts, because a loader's workers are processes of its own."""
+    pytest.importorskip("torchdata", reason="torchdata is not installed")
+    [code] = [case.values[0] for case in _sections() if case.id == "data: Continue exactly, on any number of ranks"]  # type: ignore[attr-defined]
+    text = "import json\n" + "".join(code).replace("batch_sampler=", f"num_workers={workers}, batch_sampler=")
+    define, _, rest = text.partition("loader = build()\n")
+    define += 'dist.init_process_group("gloo")\nloader = build()\n'
+    shows = "gathered = [None] * dist.get_world_size()\n"
+    shows += "dist.all_gather_object(gathered, [next(batches).tolist() for _ in range(6)])\n"
+    shows += "dist.get_rank() or print(json.dumps(gathered))\ndist.destroy_process_group()\n"
+    load = 'checkpoint.load({"data": loader}, checkpoint_id="step-2")\nbatches = iter(loader)\n'
+    _torchrun(2, define + rest.partition("again = build()")[0] + shows, tmp_path)
+    found = _torchrun(world, define + load + shows, tmp_path)
+    assert len(found) == world
+    orders = [torch.randperm(24, generator=torch.Generator().manual_seed(epoch)).split(6) for epoch in range(3)]
+    whole = [rows.tolist() for order in orders for rows in order]
+    # The rest of the first epoch, and the second one.
+    for number, parts in enumerate(zip(*found, strict=True)):
+        assert sorted(itertools.chain(*parts)) == sorted(whole[2 + number]), number
+
+
+def _torchrun(ranks: int, program: str, folder: Path) -> list[list[list[int]]]:
+    """What `program` prints as JSON, on so many ranks."""
+    (folder / "program.py").write_text(program)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    done = subprocess.run([*command, "program.py"], cwd=folder, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    [line] = [line for line in done.stdout.splitlines() if line.startswith("[")]
+    found: list[list[list[int]]] = json.loads(line)
+    return found
 
 
 def test_the_packages_that_pages_name_are_known() -> None:
