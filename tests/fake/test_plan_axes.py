@@ -10,8 +10,17 @@ import pytest
 
 from fullshard import Program
 from fullshard.cli import main
+from fullshard.migrate.declared import noted_by
+from fullshard.migrate.parallelism import Parallelism
+from fullshard.plan import Strategy, units_of
+from fullshard.plan.description import Model
+from fullshard.plan.facts import describe
+from fullshard.plan.simulation import simulate
+from fullshard.plan.spans import steps_of
+from fullshard.plan.tape import note
 from fullshard.train.model import LlamaShape
 from fullshard.train.shapes import language_model
+from tests.pure.test_plan import PLAIN
 
 EXAMPLE = str(Path(__file__).parents[2] / "examples" / "train_3d.toml")
 
@@ -47,10 +56,10 @@ def test_the_declaration_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
         "  column: layers.*.attention.wq, layers.*.attention.wk",
         "  tensor_parallel_degree: 1, 2",
         "messages, axis tp: 8 x reduce_scatter_tensor",
-        "times are not planned for these axes",
+        "axis tp: 2 ranks, 1 apart, inside of a node; ",
     ):
         assert line in out
-    assert "tokens per second" not in out and "on the wire" not in out
+    assert "tokens per second" in out
 
 
 def test_json_of_one_rank(capsys: pytest.CaptureFixture[str]) -> None:
@@ -58,7 +67,7 @@ def test_json_of_one_rank(capsys: pytest.CaptureFixture[str]) -> None:
     whole = json.loads(planned(capsys, entry, "--ranks", "4", "--json")[1])
     code, out, _ = planned(capsys, entry, "--ranks", "8", "--tensor-parallel", "2", "--json")
     found = json.loads(out)
-    assert code == 0 and found["step_seconds"] is found["mfu"] is None and whole["step_seconds"] > 0
+    assert code == 0 and found["axis_seconds"]["tp"] > 0 and whole["axis_seconds"] == {}
     assert found["parameters"] == whole["parameters"] == whole["parameters_of_rank"]
     # Norms stay whole; all else is cut in two, over as many shards.
     norms = 5 * 32
@@ -106,7 +115,6 @@ def test_a_program_s_own_division(capsys: pytest.CaptureFixture[str]) -> None:
             ),
             "have a length of their own",
         ),
-        (("--tensor-parallel", "2", "--search"), "--search: needs times, which are not planned for these axes"),
         (("--loss-parallel",), "has no effect with tensor_parallel_degree = 1"),
     ],
     ids=lambda value: "" if isinstance(value, str) else " ".join(value),
@@ -114,6 +122,43 @@ def test_a_program_s_own_division(capsys: pytest.CaptureFixture[str]) -> None:
 def test_what_is_refused(capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], said: str) -> None:
     code, _, error = planned(capsys, f"{__name__}:small", *arguments)
     assert code == 2 and said in error and error.count("\n") == 1
+
+
+def described(tensor: int) -> Model:
+    """Two layers of width 32, 16 tokens and a vocabulary of 120, over `tensor` ranks."""
+    shape = LlamaShape(120, 2, 32, 4, 4, 64, 16, tie_embeddings=False)
+    divide = noted_by(Parallelism(tensor_parallel_degree=tensor), tensor, note)
+    program = replace(language_model(shape, 16), parallelize=divide)
+    return describe(program, "small", samples=1, compute="bfloat16", tensor=tensor)
+
+
+def test_a_divided_model_takes_its_messages_by_the_bandwidth() -> None:
+    """Of each layer two gathers and two reduce-scatters forward, and the same backward; two of each at the ends, one
+    of them of logits; all wait. Sums of five norms, and what ranks compare."""
+    model = described(2)
+    wires = replace(PLAIN, flops2=1e30, bandwidth=1e30, intra_node=100.0, latency=3.0)
+    strategy = Strategy(2, tensor=2, compute="bfloat16", reduce="float32", optimizer="none")
+    found = simulate(units_of(model, strategy), steps_of(model), strategy, wires)
+    layers, ends, logits = 2 * 2 * 4, 4, 16 * 120 * 2
+    gathers = ((layers + ends) * 16 * 32 * 2 + logits) / 2 / 100 + (layers + ends + 1) * 3
+    sums = 5 * 2 * (32 * 4 / 2 / 100 + 3) + 2 * (16 / 2 / 100 + 3)
+    assert found.seconds == pytest.approx(gathers + sums, rel=1e-12)
+    assert found.along == {"tp": pytest.approx(found.seconds)} and found.exposed_seconds == pytest.approx(found.seconds)
+
+
+def test_twice_the_ranks_of_a_layer_halve_its_products() -> None:
+    two, four = (steps_of(described(tensor)).work for tensor in (2, 4))
+    assert (two.matmul, two.attention) == (2 * four.matmul, 2 * four.attention)
+
+
+def test_speed_and_mfu_count_a_token_once(capsys: pytest.CaptureFixture[str]) -> None:
+    """The two ranks of a layer have the same tokens: a rank's share is half of them."""
+    entry = f"{__name__}:small"
+    found = json.loads(planned(capsys, entry, "--ranks", "4", "--tensor-parallel", "2", "--json")[1])
+    assert found["tokens_per_second"] == pytest.approx(16 / 2 / found["step_seconds"])
+    alone = json.loads(planned(capsys, entry, "--ranks", "4", "--json")[1])
+    work = [each["mfu"] / each["tokens_per_second"] for each in (found, alone)]
+    assert work[0] == pytest.approx(work[1])
 
 
 def test_the_config_s_own_section(capsys: pytest.CaptureFixture[str]) -> None:

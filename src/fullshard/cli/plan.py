@@ -144,10 +144,6 @@ def _run(arguments: argparse.Namespace) -> int:
     if arguments.hardware == "here":
         hardware = replace(measured_cpu(hardware), memory=physical_nbytes() / arguments.ranks)
     programs, strategy, about = _source(arguments, hardware.backend)
-    if not strategy.timed:
-        for name in ("search", "explain", "rough", "svg", "html"):
-            if getattr(arguments, name):
-                raise ValueError(f"--{name}: needs times, which are not planned for these axes; leave it out")
     made: dict[int | None, Program] = {}
     keep = [name.strip() for name in (arguments.keep_float32 or "").split(",") if name.strip()]
 
@@ -174,7 +170,7 @@ def _run(arguments: argparse.Namespace) -> int:
         print(json.dumps({"question": arguments.explain, "answer": lines}) if arguments.json else "\n".join(lines))
         return 0
     plan = planner.plan(strategy)
-    searched = strategy.timed and (arguments.search or not plan.fits)
+    searched = arguments.search or not plan.fits
     changes = planner.search(strategy, meshes=arguments.search) if searched else []
     for option, path, text in (("--svg", arguments.svg, svg), ("--html", arguments.html, page)):
         if path is not None:
@@ -198,7 +194,7 @@ def _run(arguments: argparse.Namespace) -> int:
         return 0 if plan.fits else 1
     if arguments.rough:
         print("\n".join(_rough(planner, strategy)) + "\n")
-    if not strategy.timed:
+    if about:
         print("\n".join(about) + "\n")
     print(table(plan))
     if changes:
@@ -216,8 +212,6 @@ def _compare(plan: Plan, arguments: argparse.Namespace) -> int:
     from fullshard.plan.comparison import adjusted, compared, machine_file, measured_by
     from fullshard.train.metrics import read_metrics
 
-    if not plan.strategy.timed:
-        raise ValueError("--compare: needs times, which are not planned for these axes; leave it out")
     path = arguments.compare / "metrics.jsonl"
     try:
         run = measured_by(read_metrics(path))

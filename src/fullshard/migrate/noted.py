@@ -23,9 +23,14 @@ Note = Callable[..., None]
 _NUMBERS_NBYTES = 16
 
 
-class _Done:
+class _UnderWay:
+    """A message of the ring; `count`: how many were sent, this one included."""
+
+    def __init__(self, line: _Sequence, count: int) -> None:
+        self._line, self._count = line, count
+
     def wait(self) -> None:
-        pass
+        self._line.waited(self._count)
 
 
 class _Sequence(SequenceLine):
@@ -33,7 +38,10 @@ class _Sequence(SequenceLine):
 
     def __init__(self, degree: int, note: Note) -> None:
         self.split, self.axis, self.rank, self.world = SequenceSplit(degree, balanced=True), "cp", 0, degree
-        self._note = note
+        self._note, self._count = note, 0
+
+    def waited(self, count: int) -> None:
+        self._note("cp", "wait", self._count - count)
 
     def together(self, what: str) -> AbstractContextManager[None]:
         return nullcontext()
@@ -46,7 +54,8 @@ class _Sequence(SequenceLine):
 
     def shift(self, out: Tensor, piece: Tensor) -> Any:
         self._note("cp", "ring", piece.nbytes)
-        return _Done()
+        self._count += 1
+        return _UnderWay(self, self._count)
 
     def _exchanged(self, like: Tensor, shapes: Sequence[Any], fill: Callable[[Tensor], None]) -> Tensor:
         numel = sum(batch * heads * length * width for batch, heads, length, width in shapes)

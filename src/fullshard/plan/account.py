@@ -84,6 +84,8 @@ class Simulated:
     host_bound: float = 0.0
     exposed: list[Exposed] = field(default_factory=list)
     traffic: dict[str, Traffic] = field(default_factory=dict)
+    # Seconds on the wire along `tp`, `cp` and `ep`; their messages and bytes are those of the step.
+    along: dict[str, float] = field(default_factory=dict)
     commands: list[str] = field(default_factory=list)
     on_host: tuple[tuple[str, float], ...] = ()
     # The step of matrices on their owners, if the optimizer is Muon.

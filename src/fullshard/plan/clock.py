@@ -7,10 +7,38 @@ time. On a CPU the host computes, so both clocks are one.
 from __future__ import annotations
 
 from .account import Exposed, Simulated
+from .description import WAIT
 from .machine import Hardware
-from .spans import Work
+from .spans import Message, Work
 
 AXES = ("shard", "replicate", "block", "host")
+# Those whose messages belong to divided layers.
+ALONG = ("tp", "cp", "ep")
+# The kind of a collective by what an operation is called; and how often the bytes of a `Sent` go into the message of
+# which a rank sends all but its own part, where these are not those of the message already.
+_KINDS = (
+    ("all_gather", "all-gather"),
+    ("reduce_scatter", "reduce-scatter"),
+    ("all_reduce", "all-reduce"),
+    ("all_to_all", "all-to-all"),
+    ("ring", "send"),
+)
+# Attention over the keys that are there runs beside the message that brings the next ones.
+OVERLAPS = ("ring",)
+
+
+def whole_nbytes(message: Message, ranks: int) -> tuple[str, float]:
+    """The kind of the collective of `message` over `ranks`, and its bytes as `Hardware.collective` takes them.
+
+    >>> whole_nbytes(Message(Work(), "cp", "all_to_all", 300.0), 4), whole_nbytes(Message(Work(), "cp", "ring", 9.0), 4)
+    (('all-to-all', 400.0), ('send', 9.0))
+    """
+    kind = next(kind for name, kind in _KINDS if message.operation.startswith(name))
+    if message.operation == "all_gather of tokens":
+        return kind, message.nbytes * ranks  # it has those of a part
+    # Of an all-to-all what leaves is known, of others the whole.
+    leaves = kind == "all-to-all" and message.axis != "tp"
+    return kind, message.nbytes * ranks / (ranks - 1) if leaves else message.nbytes
 
 
 class Clock:
@@ -29,7 +57,9 @@ class Clock:
         """Starts anew, at zero."""
         self.found = found
         self.now = self.host = 0.0
-        self.free = dict.fromkeys(AXES, 0.0)
+        self.free = dict.fromkeys(AXES + ALONG, 0.0)
+        # When messages along these axes arrive, in their order.
+        self._arrive: dict[str, list[float]] = {axis: [] for axis in ALONG}
         self._busy: list[tuple[float, float]] = []
 
     def compute(self, work: Work) -> None:
@@ -67,14 +97,37 @@ class Clock:
         if ranks == 1 or not calls:
             return self.now
         seconds = self.hardware.collective(kind, ranks, stride, nbytes)
-        start = max(self.free[axis], self.now)
-        self.free[axis] = start + seconds
-        self._busy.append((start, start + seconds))
+        start = self._begin(axis, seconds)
         traffic = self.found.traffic[axis]
         traffic.calls += calls
         traffic.nbytes += nbytes * (ranks - 1) / ranks * (2 if kind == "all-reduce" else 1)
         traffic.seconds += seconds
         return start + seconds
+
+    def _begin(self, axis: str, seconds: float) -> float:
+        """A message of `seconds` is issued; when it begins."""
+        start = max(self.free[axis], self.now)
+        self.free[axis] = start + seconds
+        self._busy.append((start, start + seconds))
+        return start
+
+    def pass_on(self, message: Message, ranks: int, stride: int, unit: str) -> None:
+        """Send a message of divided layers over `ranks`, and wait for it unless it overlaps; or wait for one that
+        does."""
+        axis = message.axis
+        if ranks == 1:
+            return
+        if message.operation == WAIT:
+            self.wait(self._arrive[axis][-1 - int(message.nbytes)], unit, f"messages along {axis}")
+            return
+        kind, nbytes = whole_nbytes(message, ranks)
+        seconds = self.hardware.collective(kind, ranks, stride, nbytes)
+        arrives = self._begin(axis, seconds) + seconds
+        self.found.along[axis] = self.found.along.get(axis, 0.0) + seconds
+        if message.operation in OVERLAPS:
+            self._arrive[axis].append(arrives)
+        else:
+            self.wait(arrives, unit, f"messages along {axis}")
 
     def upload(self, nbytes: float, calls: int = 1) -> float:
         """Copy to or from the host, beside compute; when it is there."""

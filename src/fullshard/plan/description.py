@@ -36,6 +36,8 @@ class Kind(IntEnum):
 
 # Of messages of divided layers, which torch dispatches as operations: what their names begin with.
 MESSAGE = "_c10d_functional."
+# The operation of a line that waits for an earlier message of its axis. Its `a`: how many were sent after that one.
+WAIT = "wait"
 
 
 class Line(NamedTuple):
@@ -164,13 +166,12 @@ class Model:
     def numel(self) -> int:
         return sum(unit.numel for unit in self.units)
 
-    @property
-    def flop_per_token(self) -> float:
+    def flop_per_token(self, parts: int = 1) -> float:
         """Operations that the model requires for a trained token, as `train.model.flop_per_token` and torchtitan count
         them: 6 per element that multiplies, and 12 (6 where causal attention is counted once) per layer, position and
-        width."""
+        width. `parts`: over how many ranks each sequence is cut, of which this model has one part."""
         multiplied = 6.0 * (self.multiplied or self.numel)
         if self.attention is None:
             return multiplied
         length, layers, width = self.attention
-        return multiplied + 6.0 * layers * length * width
+        return multiplied + 6.0 * layers * length * parts * width

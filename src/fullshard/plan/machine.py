@@ -79,9 +79,12 @@ class Hardware:
 
         Rings pass a node once, and use the NICs of all of its devices; groups beside each other share these. An
         all-reduce takes the faster of a ring and of two trees. In an all-to-all each device sends by its own NIC what
-        goes to other nodes.
+        goes to other nodes. `send`: each device sends all of `nbytes` to the next one of the group.
         """
         nodes = -(-ranks * stride // self.node)
+        if kind == "send":
+            crosses = nodes > 1
+            return nbytes / (self.inter_node if crosses else self.intra_node) + self.latency + self.hop * crosses
         share = nbytes * (ranks - 1) / ranks
         if kind == "all-reduce":
             share *= 2

@@ -146,10 +146,10 @@ class Reductions:
         self.bytes.add("messages", name, leaving)
         flight = Flight(unit, group, self.clock.now, cast=cast + leaving)
         if sent.pack.world > 1:
-            ranks = self.strategy.shard
+            ranks = sent.pack.world
             kind = "all-to-all" if sent.exchanges else "reduce-scatter"
             nbytes, calls = group.reduced_message_nbytes, group.reduce_calls
-            flight.arrives = self.clock.send("shard", ranks, 1, nbytes, calls, kind)
+            flight.arrives = self.clock.send("shard", ranks, self.strategy.stride(ranks), nbytes, calls, kind)
             self.sharing.append(flight)
         else:
             flight.stage = 1
@@ -176,7 +176,8 @@ class Reductions:
 
     def _all_reduce(self, group: Group) -> float:
         nbytes = group.replicated_message_nbytes
-        return self.clock.send("replicate", self.strategy.replicas, self.strategy.shard, nbytes, 1, "all-reduce")
+        apart = self.strategy.shard * self.strategy.tensor
+        return self.clock.send("replicate", self.strategy.replicas, apart, nbytes, 1, "all-reduce")
 
     def advance(self, flights: deque[Flight]) -> None:
         """Wait for the oldest message; then send the next one of its reduction, or take the result."""

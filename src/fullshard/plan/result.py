@@ -137,14 +137,16 @@ class Plan:
 
     @property
     def tokens_per_second(self) -> float:
-        """The tokens of one rank in a second."""
-        return self.tokens / self.seconds if self.seconds else 0.0
+        """The tokens in a second, divided by the ranks: those that share a layer have the same ones."""
+        return self.tokens / self.strategy.tensor / self.seconds if self.seconds else 0.0
 
     @property
     def mfu(self) -> float:
         """Share of the device's peak that the operations which the model requires take (PaLM's MFU)."""
         peak = self.hardware.flops2 if self.narrow else self.hardware.flops4
-        return self.model.flop_per_token * self.tokens_per_second / peak
+        # The operations are those of one rank of `tp`, which has all of the tokens.
+        done = self.model.flop_per_token(self.strategy.context) * self.tokens / self.seconds if self.seconds else 0.0
+        return done / peak
 
     @property
     def narrow(self) -> bool:
@@ -195,14 +197,15 @@ class Plan:
                 if each.axis != "tp"
             ],
             "padding": [{"parameter": p.parameter, "bytes": p.nbytes, "cure": p.cure} for p in self.padding],
-            "step_seconds": self._timed(found.seconds),
-            "compute_seconds": self._timed(found.compute),
-            "exposed_seconds": self._timed(found.exposed_seconds),
-            "optimizer_seconds": self._timed(found.optimizer_seconds),
+            "step_seconds": found.seconds,
+            "compute_seconds": found.compute,
+            "exposed_seconds": found.exposed_seconds,
+            "optimizer_seconds": found.optimizer_seconds,
             "owners": None if found.owners is None else found.owners._asdict(),
-            "host_bound_seconds": self._timed(found.host_bound),
-            "tokens_per_second": self._timed(self.tokens_per_second),
-            "mfu": self._timed(self.mfu),
+            "host_bound_seconds": found.host_bound,
+            "axis_seconds": found.along,
+            "tokens_per_second": self.tokens_per_second,
+            "mfu": self.mfu,
             "checkpoint": {
                 "save_seconds": self.checkpoints.save,
                 "load_seconds": self.checkpoints.load,
@@ -212,9 +215,6 @@ class Plan:
             },
             "assumptions": list(assumptions(self)),
         }
-
-    def _timed(self, value: float) -> float | None:
-        return value if self.strategy.timed else None
 
     def held(self, unit: int) -> float:
         """Activations that the unit's forward leaves for its backward."""
@@ -414,15 +414,20 @@ def table(plan: Plan) -> str:
     lines += ["", *_phase_lines(plan), "", *_unit_lines(plan), ""]
     for axis, traffic in found.traffic.items():
         if traffic.calls:
-            wire = f", {duration(traffic.seconds)} on the wire" if strategy.timed else ""
             lines.append(
-                f"messages, axis {axis}: {traffic.calls} calls, {gigabytes(traffic.nbytes)} of each rank{wire}"
+                f"messages, axis {axis}: {traffic.calls} calls, {gigabytes(traffic.nbytes)} of each rank, "
+                f"{duration(traffic.seconds)} on the wire"
             )
     lines += [
         f"messages, axis {each.axis}: {each.count} x {each.operation}, {gigabytes(each.nbytes)} "
         + ("of whole tensors" if each.axis == "tp" else "that leave a rank")
         for each in plan.divided_messages
     ]
+    for axis, seconds in found.along.items():
+        ranks, stride = strategy.group(axis)
+        nodes = -(-ranks * stride // plan.hardware.node)
+        where = "inside of a node" if nodes == 1 else f"over {nodes} nodes"
+        lines.append(f"axis {axis}: {ranks} ranks, {stride} apart, {where}; {duration(seconds)} on the wire")
     if found.owners is not None:
         lines.append(
             f"owners of matrices: {found.owners.flops / 1e12:.3g} TFLOP of Newton-Schulz iterations on one rank, "
@@ -434,8 +439,6 @@ def table(plan: Plan) -> str:
             f"padding: {padding.parameter} sends {gigabytes(padding.nbytes)} of padding ({padding.share:.0%}); "
             f"{padding.cure}"
         )
-    if not strategy.timed:
-        return "\n".join([*lines, "times are not planned for these axes"])
     lines += [
         f"step {duration(found.seconds)}: compute {duration(found.compute)}, waiting for messages "
         f"{duration(found.exposed_seconds)}, for the host {duration(found.host_bound)}, "
@@ -514,6 +517,7 @@ def assumptions(plan: Plan) -> tuple[str, ...]:
         f"between nodes, of which a ring has those of all devices that it passes in a node, "
         f"{hw.latency * 1e6:.0f} us each and {hw.hop * 1e6:.0f} us more for each node; one at a time on "
         f"each axis; compute is {hw.contention:.0%} slower beside them",
+        *_assumed_along(plan.strategy),
         f"the host takes {hw.launch * 1e6:.0f} us for an operation",
         f"{gigabytes(hw.reserved)} are taken by driver and libraries; {hw.fragmentation:.0%} of what is counted "
         f"is allowed "
@@ -523,7 +527,8 @@ def assumptions(plan: Plan) -> tuple[str, ...]:
         "state once",
         f"storage {gigabytes(hw.storage)}/s for each rank; a device fails about every "
         f"{plan.checkpoints.between_failures * plan.strategy.ranks / 3600:,.0f} h (Llama 3: 419 in 54 days on 16,384)",
-        f"MFU counts {plan.model.flop_per_token:.4g} operations per token: 6 for each element that multiplies "
+        f"MFU counts {plan.model.flop_per_token(plan.strategy.context) * plan.strategy.tensor:.4g} operations per "
+        "token: 6 for each element that multiplies "
         f"and, where "
         f"the shape is known, causal attention; recomputation is not counted",
         "the forward of a recomputed unit holds what it does not keep until its last read, not as long as its local "
@@ -532,6 +537,15 @@ def assumptions(plan: Plan) -> tuple[str, ...]:
         *_assumed_of_optimizer(plan.strategy),
         *_assumed_of_host(plan),
     )
+
+
+def _assumed_along(strategy: Strategy) -> list[str]:
+    if strategy.tensor == strategy.context == strategy.experts == 1:
+        return []
+    return [
+        "messages of divided layers are waited for where they are sent, as torch runs them; only those of a ring run "
+        "beside attention; each expert gets as many tokens; axes do not take bandwidth from each other"
+    ]
 
 
 def _assumed_of_optimizer(strategy: Strategy) -> list[str]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence
 
-from ..layout import UnitMemory
+from ..layout import UnitMemory, itemsize
 from ..schedule import Command, RunRecord, UnitRecord, Use, rules
 from .account import KINDS, Bytes, Exposed, Moment, Pool, Simulated, Traffic
 from .clock import AXES, Clock
@@ -17,7 +17,7 @@ from .description import OUTSIDE, Parameter
 from .machine import Hardware
 from .owners import owners_step
 from .reductions import Reductions
-from .spans import Span, Step, Work
+from .spans import Message, Span, Step, Work
 from .strategy import OPTIMIZERS, Group, Limits, Optimizer, Strategy, Unit
 
 # Send buffers at once on a device (policy/options.py).
@@ -111,6 +111,7 @@ class Simulation:
 
     def _figures(self) -> tuple[float, float, float, dict[str, Traffic]]:
         traffic = {axis: Traffic(t.calls, t.nbytes, t.seconds) for axis, t in self.found.traffic.items()}
+        traffic |= {axis: Traffic(seconds=seconds) for axis, seconds in self.found.along.items()}
         return self.clock.now, self.found.compute, self.found.exposed_seconds, traffic
 
     def _repeat(self, times: int, before: tuple[float, float, float, dict[str, Traffic]]) -> None:
@@ -123,6 +124,8 @@ class Simulation:
             t.calls += times * (traffic[axis].calls - before[3][axis].calls)
             t.nbytes += times * (traffic[axis].nbytes - before[3][axis].nbytes)
             t.seconds += times * (traffic[axis].seconds - before[3][axis].seconds)
+        for axis in self.found.along:
+            self.found.along[axis] += times * (traffic[axis].seconds - before[3][axis].seconds)
 
     def _pass(self, step: Step) -> None:
         """One forward and backward."""
@@ -134,6 +137,7 @@ class Simulation:
             elif event is not None and event.unit >= 0:
                 self._event(event.kind, records[event.unit], event.use)
             self._span(span)
+        self._bring(step)
         present = [self.gradients[record.index] > 0 for record in records]
         self.phase = "end of backward"
         self._do(rules.backward_end(run, records[0], present))
@@ -141,6 +145,16 @@ class Simulation:
         self.bytes.set("loss", "", 0.0)
         self.host.set("activations", "", 0.0)
         self._note()
+
+    def _bring(self, step: Step) -> None:
+        """Gradients that are sums over `tp`, and what ranks of `tp` compare of a batch; one message for each."""
+        ranks, stride = self.strategy.group("tp")
+        if ranks == 1:
+            return
+        wide = max(self.clock.itemsize, itemsize(self.strategy.reduce) if self.strategy.reduce else 0)
+        found = [(operation, float(numel * wide)) for operation, numel in step.brought]
+        for operation, nbytes in [*found, ("all_reduce of inputs' digests", 16.0)]:
+            self.clock.pass_on(Message(Work(), "tp", operation, nbytes), ranks, stride, "root")
 
     def _event(self, kind: str, record: UnitRecord, use: int) -> None:
         """Report to the rules what the engine's hooks report."""
@@ -169,11 +183,17 @@ class Simulation:
     def _span(self, span: Span) -> None:
         """Compute until the next event. From its begin on the picture has the most that it holds."""
         begun = self.clock.now
-        self.clock.compute(span.work)
+        name = self.phase.partition(" ")[2] or self.phase
+        left = span.work
+        for message in span.messages:
+            self.clock.compute(message.before)
+            left = left.plus(message.before, -1.0)
+            self.clock.pass_on(message, *self.strategy.group(message.axis), name)
+        self.clock.compute(left)
         if span.work.copied:
             # On the stream of compute: nothing runs beside them.
             arrives = self.clock.upload(span.work.copied, round(span.work.copies))
-            self.clock.wait(arrives, self.phase.partition(" ")[2] or self.phase, "copies of activations")
+            self.clock.wait(arrives, name, "copies of activations")
         self.host.set("activations", "", span.hosted)
         for there, share, when in ((span.peak, span.ready, begun), (span.end, 1.0 - span.ready, self.clock.now)):
             # What goes first makes room for what comes.
@@ -219,7 +239,9 @@ class Simulation:
                 arrives = max(arrives, self.clock.upload(memory.shard_nbytes))
             self.bytes.add("full parameters", name, memory.arriving_nbytes)
             self.pool.take("staging", name, _staging_key(group), memory.staging_nbytes)
-            sent = self.clock.send("shard", self.strategy.shard, 1, group.gathered_nbytes, group.gather_calls)
+            ranks = memory.pack.world
+            stride = self.strategy.stride(ranks)
+            sent = self.clock.send("shard", ranks, stride, group.gathered_nbytes, group.gather_calls)
             arrives = max(arrives, sent)
         self.arrivals[record.index] = arrives
 
@@ -229,7 +251,8 @@ class Simulation:
             memory = group.memory
             self.bytes.add("full parameters", name, memory.arriving_nbytes)
             self.pool.take("staging", name, _staging_key(group, kept=True), memory.secondary_staging_nbytes)
-            sent = self.clock.send("block", unit.part, 1, group.kept_gathered_nbytes, group.gather_calls)
+            stride = self.strategy.stride(memory.pack.world)
+            sent = self.clock.send("block", unit.part, stride, group.kept_gathered_nbytes, group.gather_calls)
             arrives = max(arrives, sent)
         self.arrivals[record.index] = arrives
 
@@ -369,7 +392,7 @@ class Simulation:
         """The bytes that a step makes. Muon's also sends, and computes products."""
         if self.strategy.optimizer != "muon":
             return _step_nbytes(groups, OPTIMIZERS[self.strategy.optimizer])
-        ranks = self.strategy.shard
+        ranks, stride = self.strategy.shard, self.strategy.tensor
         step = self.found.owners = owners_step(self.units, ranks)
         hardware = self.clock.hardware
         # The products are in bfloat16, whatever the model computes in.
@@ -377,11 +400,11 @@ class Simulation:
         share = step.sent_nbytes / max(step.messages, 1)
         for chunk in range(step.chunks):
             # A message is hidden by the products of the chunk before it.
-            there = self.clock.send("shard", ranks, 1, share * ranks / (ranks - 1), 1, "all-to-all")
+            there = self.clock.send("shard", ranks, stride, share * ranks / (ranks - 1), 1, "all-to-all")
             if chunk == 0:
                 self.clock.wait(there, "optimizer", "all-to-all to owners")
             self.clock.compute(Work(matmul=flops / step.chunks))
-            back = self.clock.send("shard", ranks, 1, share * ranks / (ranks - 1), 1, "all-to-all")
+            back = self.clock.send("shard", ranks, stride, share * ranks / (ranks - 1), 1, "all-to-all")
             if chunk == step.chunks - 1:
                 self.clock.wait(back, "optimizer", "all-to-all from owners")
         if not step.chunks:

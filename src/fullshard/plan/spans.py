@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from .description import MESSAGE, OUTSIDE, Kind, Line, Model, Sent, Tape
+from .description import MESSAGE, OUTSIDE, WAIT, Kind, Line, Model, Sent, Tape
 from .recomputation import AGAIN, ALL_ON_HOST, FROM_HOST, NONE, RECOMPUTATIONS, TO_HOST, is_matmul, is_way, recomputed
 
 
@@ -31,6 +31,17 @@ class Work(NamedTuple):
         return Work(*(a + b * times for a, b in zip(self, other, strict=True)))
 
 
+class Message(NamedTuple):
+    """A message of layers that are divided over ranks, and the work of the span between the message before it and this
+    one. `nbytes`: as in `Sent`. The operation `WAIT` waits for an earlier message of the axis: `nbytes` came after
+    it. Others are waited for at once, unless they overlap (`OVERLAPS`)."""
+
+    before: Work
+    axis: str
+    operation: str
+    nbytes: float
+
+
 class Event(NamedTuple):
     """The event before a span: a kind of `schedule.EVENTS`, the number of the unit, and of its use on the tape."""
 
@@ -44,7 +55,7 @@ class Span:
     """The computation after `event`, until the next one. `peak`, `end`: bytes of activations when there is most of
     them and of new gradients, and at the end; `loss`: the part of `peak` that the loss made. `gradients`: (unit,
     bytes) of gradients of parameters that came, of which the share `ready` was there at the peak. `hosted`: bytes of
-    activations on the host at the end."""
+    activations on the host at the end. `messages`: of divided layers, with the part of `work` before each."""
 
     event: Event | None
     work: Work
@@ -55,12 +66,13 @@ class Span:
     ready: float = 0.0
     recomputes: bool = False
     hosted: float = 0.0
+    messages: tuple[Message, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
     """The spans of a forward and backward. `held`: by unit, bytes of activations at the end of the forward; `hosted`:
-    bytes of activations on the host at most; `messages`: of divided layers."""
+    bytes of activations on the host at most; `messages`: of divided layers; `brought`: as in `Tape`."""
 
     spans: tuple[Span, ...]
     held: tuple[tuple[int, float], ...]
@@ -68,6 +80,7 @@ class Step:
     samples: float
     hosted: float = 0.0
     messages: tuple[Sent, ...] = ()
+    brought: tuple[tuple[str, int], ...] = ()
 
     @property
     def work(self) -> Work:
@@ -104,15 +117,22 @@ def scaled(one: Step, two: Step, samples: int) -> Step:
     def at(a: float, b: float) -> float:
         return a + share * (b - a)
 
+    def work(a: Work, b: Work) -> Work:
+        return Work(*map(at, a, b))
+
     spans = [
         replace(
             a,
-            work=Work(*(at(x, y) for x, y in zip(a.work, b.work, strict=True))),
+            work=work(a.work, b.work),
             peak=at(a.peak, b.peak),
             end=at(a.end, b.end),
             loss=at(a.loss, b.loss),
             ready=b.ready,
             hosted=at(a.hosted, b.hosted),
+            messages=tuple(
+                x._replace(before=work(x.before, y.before), nbytes=at(x.nbytes, y.nbytes))
+                for x, y in zip(a.messages, b.messages, strict=True)
+            ),
         )
         for a, b in zip(one.spans, two.spans, strict=True)
     ]
@@ -120,7 +140,7 @@ def scaled(one: Step, two: Step, samples: int) -> Step:
     held = tuple((unit, at(nbytes, other.get(unit, nbytes))) for unit, nbytes in one.held)
     messages = tuple(replace(a, nbytes=at(a.nbytes, b.nbytes)) for a, b in zip(one.messages, two.messages, strict=True))
     batch = at(one.batch_nbytes, two.batch_nbytes)
-    return Step(tuple(spans), held, batch, samples, at(one.hosted, two.hosted), messages)
+    return Step(tuple(spans), held, batch, samples, at(one.hosted, two.hosted), messages, one.brought)
 
 
 # ---- spans -----------------------------------------------------------------------------------------------------------
@@ -151,6 +171,7 @@ class _Running:
         self.came = self.came_at_peak = 0
         self.recomputes = False
         self.hosted = self.most_hosted = 0.0
+        self.messages: list[Message] = []
 
     def close(self, event: Event | None) -> None:
         empty = self.work == Work() and self.peak == self.now and not self.gradients and self.event is None
@@ -160,10 +181,19 @@ class _Running:
             ready = self.came_at_peak / self.came if self.came else 0.0
             self.spans.append(
                 Span(
-                    self.event, self.work, self.peak, end, self.loss_at_peak, made, ready, self.recomputes, self.hosted
+                    self.event,
+                    self.work,
+                    self.peak,
+                    end,
+                    self.loss_at_peak,
+                    made,
+                    ready,
+                    self.recomputes,
+                    self.hosted,
+                    tuple(self.messages),
                 )
             )
-        self.event, self.work, self.recomputes = event, Work(), False
+        self.event, self.work, self.recomputes, self.messages = event, Work(), False, []
         self.peak, self.loss_at_peak = self.now, self.loss_now
         self.gradients = Counter()
         self.came = self.came_at_peak = 0
@@ -182,15 +212,28 @@ def _spans(tape: Tape, lines: Iterable[Line], samples: int) -> Step:
     counts: Counter[str] = Counter()
     sent: Counter[str] = Counter()
     matmul, matmul_nbytes, nbytes, kernels, attention, copied, copies = 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0
+    before = Work()  # what the span did before its last message
 
     def flush() -> None:
-        nonlocal matmul, matmul_nbytes, nbytes, kernels, attention, copied, copies
+        nonlocal matmul, matmul_nbytes, nbytes, kernels, attention, copied, copies, before
         running.work = Work(matmul, matmul_nbytes, nbytes, kernels, attention, copied, copies)
+        before = Work()
         matmul = matmul_nbytes = nbytes = kernels = attention = copied = copies = 0.0
 
     for line in lines:
         kind = line.kind
-        if kind is Kind.OP:
+        if kind is Kind.OP and MESSAGE in line.name:
+            found = Sent.named(line.name.rpartition(MESSAGE)[2], 1, float(line.a))
+            if found.operation != WAIT:
+                # The host launches it as it does a kernel.
+                kernels += 1
+                counts[line.name.rpartition(MESSAGE)[2]] += 1
+                sent[line.name.rpartition(MESSAGE)[2]] += line.a
+            done = Work(matmul, matmul_nbytes, nbytes, kernels, attention)
+            running.messages.append(Message(done.plus(before, -1.0), found.axis, found.operation, found.nbytes))
+            before = done
+            running.recomputes = running.recomputes or line.name.startswith(AGAIN)
+        elif kind is Kind.OP:
             kernels += 1
             if is_matmul(line.name):
                 if "attention" in line.name:
@@ -205,10 +248,6 @@ def _spans(tape: Tape, lines: Iterable[Line], samples: int) -> Step:
                 running.most_hosted = max(running.most_hosted, running.hosted)
             else:
                 nbytes += line.b
-            if MESSAGE in line.name:
-                operation = line.name.rpartition(MESSAGE)[2]
-                counts[operation] += 1
-                sent[operation] += line.a
             if line.name.startswith(AGAIN):
                 running.recomputes = True
         elif kind is Kind.ALLOCATE:
@@ -241,4 +280,12 @@ def _spans(tape: Tape, lines: Iterable[Line], samples: int) -> Step:
     running.close(None)
     by_unit = tuple(sorted((unit, float(size)) for unit, size in held.items()))
     messages = tuple(Sent.named(name, counts[name], float(sent[name])) for name in sorted(counts))
-    return Step(tuple(running.spans), by_unit, float(tape.batch_nbytes), float(samples), running.most_hosted, messages)
+    return Step(
+        tuple(running.spans),
+        by_unit,
+        float(tape.batch_nbytes),
+        float(samples),
+        running.most_hosted,
+        messages,
+        tape.brought,
+    )

@@ -127,10 +127,23 @@ class Strategy:
         """How many ranks share the parameters."""
         return self.ranks // self.tensor // self.replicas
 
-    @property
-    def timed(self) -> bool:
-        """Whether times are planned: for data parallelism alone."""
-        return self.tensor == self.context == self.experts == 1
+    def stride(self, shards: int) -> int:
+        """How far apart the ranks are of which `shards` share a parameter: those along `tp`, or with other experts, are
+        between them.
+
+        >>> Strategy(ranks=16, tensor=2).stride(8), Strategy(ranks=16, experts=4).stride(4)
+        (2, 4)
+        """
+        return max(self.shard * self.tensor // shards, 1)
+
+    def group(self, axis: str) -> tuple[int, int]:
+        """How many ranks an axis of divided layers joins, and how far apart they are: neighbours share a layer, then a
+        sequence; experts are divided over neighbours.
+
+        >>> Strategy(ranks=16, tensor=4, context=2).group("tp"), Strategy(ranks=16, tensor=4, context=2).group("cp")
+        ((4, 1), (2, 4))
+        """
+        return {"tp": (self.tensor, 1), "cp": (self.context, self.tensor), "ep": (self.experts, 1)}[axis]
 
     @property
     def computed(self) -> str:

@@ -139,8 +139,7 @@ def compared(plan: Plan, run_dir: Path) -> str:
     if not records:
         return "plan: the run measured no step"
     seconds = median(record["seconds"] for record in records)
-    predicted = f"was predicted to take {duration(plan.seconds)} and" if plan.strategy.timed else "of these axes"
-    line = f"plan: a step {predicted} took {duration(seconds)} (median)"
+    line = f"plan: a step was predicted to take {duration(plan.seconds)} and took {duration(seconds)} (median)"
     if not plan.hardware.blocking:
         held = max(record["memory_bytes"] for record in records)
         there = sum(nbytes for name, nbytes in plan.terms if name in ("parameters", "optimizer", "buffers"))
