@@ -36,8 +36,8 @@ READ = ("README", "tutorials", "how-to", "concepts")
 RECORDS = "records"
 DECISIONS = "decisions"
 # The goals are 18,000 and 60,000; pages of pipelines, experts and published runs came after the others were cut.
-BUDGET_READ = 19_100
-BUDGET_ALL = 63_300
+BUDGET_READ = 18_300
+BUDGET_ALL = 60_500
 
 
 def group(path: str) -> str | None:

@@ -17,7 +17,7 @@ LINK = re.compile(r"\[(test_\w+)\]\(\.\./(tests/[\w/]+\.py)\)")
 
 def test_each_row_names_a_test_that_is_there() -> None:
     rows = [row for row in ROWS if row.count(" | ") == 3]
-    assert len(rows) > 40 and len(ROWS) - len(rows) == 5, "a change without a test, or no deprecation"
+    assert len(rows) > 25 and len(ROWS) - len(rows) == 5, "a change without a test, or no deprecation"
     for row in rows:
         links = LINK.findall(row)
         assert len(links) == 1, row

@@ -136,9 +136,8 @@ def test_row(title: str, world: int) -> None:
 def test_page_and_tests_have_the_same_rows() -> None:
     assert list(SYMPTOMS) == list(BLOCKS)
     assert all(len(code) >= 2 for code in BLOCKS.values()), "what shows the cause, and what mends it"
-    linked = re.findall(r"^\| .* \| \[(.*)\]\(#(.*)\) \|$", PAGE.read_text(), flags=re.M)
-    assert [title for title, _ in linked] == list(BLOCKS)
-    assert all(anchor == title.lower().replace(" ", "-") for title, anchor in linked)
+    linked = re.findall(r"^\* \[.*\]\(#(.*)\)$", PAGE.read_text(), flags=re.M)
+    assert linked == [title.lower().replace(" ", "-") for title in BLOCKS]
 
 
 def build() -> Any:
