@@ -21,6 +21,7 @@ SETUPS = {
     "two ranks": (2, Setup("wide", offload=True)),
     "two ranks, packed, mixed precision": (2, Setup("packed", offload=True, **MIXED)),
     "micro-batches": (2, Setup("wide", offload=True, micro=2)),
+    "micro-batches, mixed precision": (2, Setup("wide", offload=True, micro=2, **MIXED)),
     "one rank": (1, Setup("wide", offload=True)),
     "one rank, mixed precision": (1, Setup("wide", offload=True, **MIXED)),
 }

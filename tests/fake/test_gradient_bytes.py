@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -244,3 +245,28 @@ def test_a_limit_is_of_the_root_and_a_number_of_bytes() -> None:
             model[0].set_memory_budget(gradients=1)
         with pytest.raises(ValueError, match="gradients: expected a whole number of bytes"):
             model.set_memory_budget(gradients=-1)
+
+
+class _User:
+    """A trainer, with its loop in a method of its own and the batch in a local variable."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+
+    def window(self, micro: int) -> list[weakref.ref[torch.Tensor]]:
+        """Returns the batches of a window that were still there when the last backward was over."""
+        batches: list[weakref.ref[torch.Tensor]] = []
+        for index in range(micro):
+            self.model.set_requires_gradient_sync(index == micro - 1)
+            batch = torch.randn(2, WIDTH)
+            batches.append(weakref.ref(batch))
+            self.model(batch).sum().backward()
+        return [batch for batch in batches if batch() is not None]
+
+
+def test_tensors_of_the_program_are_let_go_in_a_window() -> None:
+    """To ask a frame for its locals keeps them, before Python 3.13: the last micro-batch would run beside the batch,
+    logits and loss of the one before it."""
+    with fake_world(WORLD):
+        user = _User(fully_shard(nn.Sequential(*(fully_shard(Block()) for _ in range(2)))))
+        assert [len(user.window(3)) for _ in range(2)] == [1, 1]

@@ -65,6 +65,14 @@ QUICK = {
     ],
 )
 def test_bytes_of_a_step_are_what_is_counted(name: str, strategy: str) -> None:
+    _expect_counted(name, strategy)
+
+
+def test_gradients_of_a_window_are_summed_one_after_the_other() -> None:
+    _expect_counted("frozen first", "micro-batches, bf16")
+
+
+def _expect_counted(name: str, strategy: str) -> None:
     model, chosen = MODELS[name], STRATEGIES[strategy]
     chosen = Strategy(**{**vars(chosen), "backend": "fake"})
     if name == "mixed dtypes" and chosen.compute:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import operator
+import types
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -228,6 +230,25 @@ def storage_key(storage: torch.UntypedStorage) -> int:
 def without_torch_functions() -> Any:
     """A context in which `__torch_function__` is not asked."""
     return torch._C.DisableTorchFunction()
+
+
+def is_bfloat16_in_onednn() -> bool:
+    """Whether oneDNN has its layers in bfloat16 on this CPU."""
+    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+@functools.cache
+def asked_once(function: Any) -> Any:
+    """`function` of torch, for the mode that was asked about it and asks it again. Such functions ask modes before
+    anything else, and would ask this one for ever: their code, without that question."""
+    unasked = {name: lambda *_: False for name in ("has_torch_function", "has_torch_function_unary")}
+    return types.FunctionType(
+        function.__code__,
+        function.__globals__ | unasked,
+        function.__name__,
+        function.__defaults__,
+        function.__closure__,
+    )
 
 
 def attention_for_cpu(query: Tensor, key: Tensor, value: Tensor, causal: bool, mask: Any, scale: Any) -> Tensor:

@@ -7,7 +7,6 @@ A mode of torch's own (`TorchFunctionMode`), of one thread: no function of torch
 
 from __future__ import annotations
 
-import functools
 import inspect
 import types
 from collections.abc import Callable
@@ -19,6 +18,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointFunction
+
+from .._torch import asked_once
 
 _WHAT = "context_parallel"
 _SOFTMAX = frozenset({F.softmax, torch.softmax, Tensor.softmax})
@@ -91,7 +92,7 @@ class AttentionCalls(TorchFunctionMode):
         if func in _BACKWARDS:
             # Recomputation has to find this mode.
             with _Again(self):
-                return _asked_once(func)(*args, **kwargs)
+                return asked_once(func)(*args, **kwargs)
         if func in _LOSSES and self._loss is not None:
             return self._loss(func, *args, **kwargs)
         if func in _SOFTMAX:
@@ -168,7 +169,7 @@ class AttentionCalls(TorchFunctionMode):
                     f"{_WHAT}: expected no keys beside those of tokens, found {name} or add_zero_attn"
                 )
         with _Again(self):
-            return _asked_once(F.multi_head_attention_forward)(*args, **kwargs)
+            return asked_once(F.multi_head_attention_forward)(*args, **kwargs)
 
     def _count(self) -> None:
         """Note the calls of reentrant checkpoints, whose recomputation comes in backward."""
@@ -243,17 +244,3 @@ def _window_of_caller() -> int | None:
             return window if isinstance(window, int) else None
         frame = frame.f_back
     return None
-
-
-@functools.cache
-def _asked_once(function: Any) -> Any:
-    """`function` of torch, in which this mode is asked. Such functions ask modes before anything else, and would ask
-    this one for ever: their code, without that question."""
-    unasked = {name: lambda *_: False for name in ("has_torch_function", "has_torch_function_unary")}
-    return types.FunctionType(
-        function.__code__,
-        function.__globals__ | unasked,
-        function.__name__,
-        function.__defaults__,
-        function.__closure__,
-    )

@@ -410,27 +410,27 @@ class ParamGroup:
     def take_gradients(self, *, with_held: bool) -> list[Tensor | None]:
         """The full gradients to reduce, one for each trainable parameter; None where there is none. `with_held`: with
         those of earlier backwards, in the reduce dtype."""
-        sums = self._sums_with_held() if with_held else {}
+        sums = self._sums_on_device() if with_held else {}
         taken = []
         for i in self.trainable:
             gradients = self.params[i].gradients
-            taken.append(sums[i] if sums else gradients.fresh)
+            # Each is summed when those before it were let go: their sums may take twice their bytes.
+            taken.append(sums[i] if i in sums else gradients.sum_with_held() if with_held else gradients.fresh)
             gradients.fresh = None
         return taken
 
-    def _sums_with_held(self) -> dict[int, Tensor | None]:
-        """The `sum_with_held` of each trainable parameter, by position; on a device in two kernels for all."""
+    def _sums_on_device(self) -> dict[int, Tensor]:
+        """The `sum_with_held` of trainable parameters on a device, by position: two kernels make all of them."""
         dtype, pairs = self.precision.reduce, {}
         for i in self.trainable:
             held, fresh = self.params[i].gradients.live_held(), self.params[i].gradients.fresh
             if held is not None and held.dtype is dtype and fresh is not None and fresh.device.type != "cpu":
                 pairs[i] = held, fresh
-        found: dict[int, Tensor | None] = {}
-        if pairs:
-            sums = copied_into_one([fresh for _, fresh in pairs.values()], dtype)
-            torch._foreach_add_(sums, [held for held, _ in pairs.values()])
-            found.update(zip(pairs, sums, strict=True))
-        return {i: found[i] if i in found else self.params[i].gradients.sum_with_held() for i in self.trainable}
+        if not pairs:
+            return {}
+        sums = copied_into_one([fresh for _, fresh in pairs.values()], dtype)
+        torch._foreach_add_(sums, [held for held, _ in pairs.values()])
+        return dict(zip(pairs, sums, strict=True))
 
     def receive(self, trainable: Sequence[int], parts: Sequence[Tensor | None], *, partial: bool) -> None:
         """Add the result of a reduction of the running backward, for the parameters at the positions `trainable`."""

@@ -111,6 +111,7 @@ def _describe(
     place |= {id(module): i for i, call in enumerate(inner, 1) for module in call.modules}
     unit_of = {id(p): i for i, found in enumerate(owned) for p in found.values()}
     buffers = sum(buffer.nbytes for buffer in model.buffers())
+    own_parameters = list(model.parameters())
     parameters = _convert(model, dtype, {p.name for unit in units for p in unit.parameters if p.kept})
     try:
         own = program.batch(0)
@@ -118,6 +119,7 @@ def _describe(
         batch = to_device(own, META)
         if samples is not None:
             batch = _resized(batch, there, samples)
+        by_id = {id(parameter): parameter for parameter in own_parameters}
         unit_of_new = {id(new): unit_of.get(old, 0) for old, new in parameters}
         on_host = {number for number in range(len(units)) if recorded_on_host(recompute, number)}
         known = _known(own, batch)
@@ -132,6 +134,7 @@ def _describe(
             loss_context,
             known=known,
             on_cpu=on_cpu,
+            shards={id(new): by_id[old] for old, new in parameters},
         )
     except ProgramError:
         raise

@@ -12,7 +12,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import flop_registry
 
-from .._torch import attention_for_cpu, operation_name, overloads, without_torch_functions
+from .._torch import asked_once, attention_for_cpu, operation_name, overloads, without_torch_functions
+from . import recurrent
 
 
 class Kernels(TorchFunctionMode):
@@ -29,6 +30,11 @@ class Kernels(TorchFunctionMode):
             return _attend(self._on_cpu, *args, **(kwargs or {}))
         if func is F.dropout and not self._on_cpu:
             return _drop(*args, **(kwargs or {}))
+        if func is F.multi_head_attention_forward:
+            with self:  # attention and dropout are in it
+                return asked_once(func)(*args, **(kwargs or {}))
+        if self._on_cpu and func in recurrent.FUNCTIONS:
+            return recurrent.on_cpu(func, args)
         if func is Tensor.__getitem__:
             args = (args[0], _with_numbers(args[1]))
         return func(*args, **(kwargs or {}))
@@ -74,6 +80,10 @@ def _attend(
             return F.scaled_dot_product_attention(
                 query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
             )
+    if attn_mask is not None and attn_mask.dtype is torch.bool:
+        # Kernels add a mask.
+        added = torch.zeros_like(attn_mask, dtype=query.dtype)
+        attn_mask = added.masked_fill_(attn_mask.logical_not(), float("-inf"))
     return attention_for_cpu(query, key, value, is_causal, attn_mask, scale)
 
 
@@ -94,6 +104,8 @@ def operations(func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> int
         return int(count(*args, **kwargs, out_val=result))
     if operation_name(func) == "aten._grouped_mm":
         return _grouped_operations(*args[:2])
+    if operation_name(func) in (recurrent.LAYER, recurrent.LAYER_BACKWARD):
+        return recurrent.flops(args, operation_name(func) == recurrent.LAYER_BACKWARD)
     if "attention_for_cpu" not in operation_name(func):
         return 0
     backward = "backward" in operation_name(func)

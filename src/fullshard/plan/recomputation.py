@@ -48,7 +48,11 @@ def is_matmul(name: str) -> bool:
     [True, True, False]
     """
     own = name.rpartition(".")[2]
-    return own in _MATMULS or "attention" in own or own.startswith(("convolution", "_grouped_mm", "_scaled_mm"))
+    return (
+        own in _MATMULS
+        or "attention" in own
+        or own.startswith(("convolution", "_grouped_mm", "_scaled_mm", "mkldnn_rnn"))
+    )
 
 
 def keeping(operations: Iterable[str]) -> str:

@@ -324,6 +324,11 @@ class Simulation:
         """Bytes of the sums with the gradients of earlier backwards. They are new: if this backward fails, those must
         be unchanged."""
         casts = sent.held_itemsize != sent.compute_itemsize
+        if not self.clock.hardware.blocking:
+            # A kernel copies all of them into one buffer of the sums, a second one adds.
+            self.bytes.add("gradients", name, float(sent.held_nbytes))
+            self.bytes.add("gradients", name, -own)
+            return float(sent.held_nbytes)
         for segment in sent.pack.segments:
             numel = segment.layout.numel
             summed = float(numel * sent.held_itemsize)

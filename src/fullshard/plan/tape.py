@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable, Container, Hashable, Iterable, Iterator
+from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from functools import partial
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -29,10 +30,12 @@ from .._torch import (
     storage_key,
 )
 from ..program import Program
+from . import recurrent
 from .description import MESSAGE, OUTSIDE, Kind, Line, Tape
 from .graph_hooks import GraphHooks
 from .kernels import Kernels, grouped, operations
 from .recomputation import FROM_HOST, TO_HOST
+from .slots import Slot, show, slots_of
 from .values import Values, picked
 
 META = torch.device("meta")
@@ -53,8 +56,10 @@ def record(
     *,
     known: Iterable[tuple[Tensor, Tensor]] = (),
     on_cpu: bool = False,
+    shards: Mapping[int, nn.Parameter] = MappingProxyType({}),
 ) -> Tape:
-    """`place`, `unit_of`: the unit of a module, and of a parameter, by id. `on_host`: units whose forwards keep on the
+    """`place`, `unit_of`: the unit of a module, and of a parameter, by id. `shards`: by id, what a parameter is outside
+    of the forward of its unit, where its dtype may be asked for. `on_host`: units whose forwards keep on the
     host what autograd saves. `loss_context`: where loss and backward run. `known`: tensors of the batch, with what is
     in them. `on_cpu`: the step runs on a CPU, whose fused attention and dropout differ from those of a device.
     Parameters may be DTensors of a model that is divided over a fake group: then the tape is that of one of its ranks,
@@ -67,7 +72,8 @@ def record(
         for tensor, value in known:
             recorder.results.values.set(tensor, value)
         # Attention over a part of a sequence calls attention over what it has, by these kernels.
-        kernels, forwards = Kernels(on_cpu), _wrapped(model, place, recorder, compute, on_host)
+        slots = slots_of(model, unit_of, shards)
+        kernels, forwards = Kernels(on_cpu), _wrapped(model, place, recorder, compute, on_host, slots)
         with kernels, loss_context(), forwards, recorder, _noting(recorder):
             loss = program.loss(model, batch)
             if not isinstance(loss, Tensor) or loss.numel() != 1:
@@ -359,6 +365,8 @@ class _Results:
             return made[0] if isinstance(found, Tensor) else tuple(made)
         if operation_name(func) == "aten._grouped_mm":
             return grouped(*args[:3])
+        if operation_name(func) in (recurrent.LAYER, recurrent.LAYER_BACKWARD):
+            return recurrent.made(operation_name(func), args)
         try:
             key: Hashable = (func, _described(args), _described(kwargs))
             known = self._known.get(key)
@@ -430,16 +438,21 @@ def _wrapped(
     recorder: _Recorder,
     compute: torch.dtype | None,
     on_host: Container[int],
+    slots: dict[int, list[Slot]],
 ) -> Iterator[None]:
     """The forwards of the units tell the recorder when they begin and end, and cast as mixed precision does."""
     modules = [module for module in model.modules() if id(module) in place]
     for module in modules:
         unit = place[id(module)]
-        module.forward = partial(_forward, module.forward, unit, recorder, compute, unit in on_host)
+        own = slots.get(unit, [])
+        module.forward = partial(_forward, module.forward, unit, recorder, compute, unit in on_host, own)
     gc.collect()
+    every = [slot for each in slots.values() for slot in each]
+    show(every, full=False)
     try:
         yield
     finally:
+        show(every, full=True)
         for module in modules:
             del module.forward
 
@@ -450,6 +463,7 @@ def _forward(
     recorder: _Recorder,
     compute: torch.dtype | None,
     on_host: bool,
+    slots: list[Slot],
     *args: Any,
     **kwargs: Any,
 ) -> Any:
@@ -457,8 +471,10 @@ def _forward(
     if compute is not None:
         args, kwargs = _cast(args, compute), _cast(kwargs, compute)
     hooks = recorder.hooks(use, tensors_in([args, kwargs]))
+    show(slots, full=True)
     with _OnHost(recorder) if on_host else nullcontext():
         out = forward(*args, **kwargs)
+    show(slots, full=False)
     outputs = list(tensors_in([out]))
     recorder.leave(use, outputs)
     hooks.leave(outputs)
