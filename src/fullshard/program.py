@@ -122,6 +122,8 @@ class Program:
         torch's `parallelize_module`; called before `shard`, where a strategy asks for it. What it returns, if that is
         callable, makes a context in which the loss and its backward run, such as torch's `loss_parallel`. None: the
         styles of the model itself, as `prepare_fully_shard(parallelism=)` takes them.
+    `loss_fn`: (output, target) -> what `loss` computes, for pipelines, whose last stage calls it. Batches are then
+        (inputs, ..., target), or a mapping with "labels".
     """
 
     model: Callable[[], nn.Module]
@@ -130,6 +132,7 @@ class Program:
     shard: Callable[[nn.Module, Callable[..., Any]], object] = shard_blocks
     optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] = _adamw
     parallelize: Callable[[nn.Module, DeviceMesh], object] | None = None
+    loss_fn: Callable[[Any, Tensor], Tensor] | None = None
 
 
 def find_program(entry: str) -> Program:

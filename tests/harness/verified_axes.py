@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from itertools import count
 from typing import Any
 
+import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -92,3 +95,127 @@ def forgotten_sum() -> Program:
             parallelize_module(layer, mesh, {"qkv": ColwiseParallel(), "out": row})
 
     return replace(heads(), parallelize=parallelize)
+
+
+# ---- pipelines -------------------------------------------------------------------------------------------------------
+
+
+def pairs(index: int) -> tuple[Tensor, Tensor]:
+    """Inputs and targets apart, as pipelines take them."""
+    whole = tokens(index, 0)
+    return whole[:, :-1], whole[:, 1:].contiguous()
+
+
+def cross_entropy(output: Any, target: Tensor) -> Tensor:
+    return F.cross_entropy(output.flatten(0, 1).float(), target.flatten())
+
+
+def staged() -> Program:
+    """The trainer's model with four layers."""
+    return Program(
+        lambda: llama(layers=4),
+        lambda model, batch: cross_entropy(model(batch[0]), batch[1]),
+        pairs,
+        loss_fn=cross_entropy,
+    )
+
+
+class _Scales(torch.autograd.Function):
+    """Scales a gradient by `factor`."""
+
+    @staticmethod
+    def forward(context: Any, x: Tensor, factor: float) -> Tensor:
+        context.factor = factor
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+        return gradient * context.factor, None
+
+
+def _scaling(factor: Callable[[], float]) -> Program:
+    """The second of two stages scales the gradient that it sends, in a pipeline alone."""
+
+    def build() -> nn.Module:
+        model = llama(layers=4)
+        if dist.is_initialized():
+            layer: Any = model.layers[2]
+            inner = layer.forward
+            layer.forward = lambda x, *args, **kwargs: inner(_Scales.apply(x, factor()), *args, **kwargs)
+        return model
+
+    return replace(staged(), model=build)
+
+
+def scaled_gradient() -> Program:
+    """A stage gives twice the gradient to the one before it."""
+    return _scaling(lambda: 2.0)
+
+
+def lost_gradient() -> Program:
+    """The gradient of the second micro-batch of two does not arrive in the first stage."""
+    # The first forward is that for the shapes.
+    number = count()
+    return _scaling(lambda: 0.0 if (found := next(number)) and found % 2 == 0 else 1.0)
+
+
+def sent_twice() -> Program:
+    """The gradients of the first stage are added to themselves, after they were reduced."""
+
+    class Twice(torch.optim.AdamW):
+        def __init__(self, parameters: Any) -> None:
+            super().__init__(parameters, lr=1e-3)
+            if dist.is_initialized() and dist.get_rank() < dist.get_world_size() // 2:
+                for parameter in self.param_groups[0]["params"]:
+                    parameter.register_post_accumulate_grad_hook(lambda p: p.grad.mul_(2))
+
+    return replace(staged(), optimizer=Twice)
+
+
+def other_values() -> Program:
+    """The ranks of the second stage begin with another weight."""
+
+    def build() -> nn.Module:
+        model = llama(layers=4)
+        if dist.is_initialized() and dist.get_rank() >= dist.get_world_size() // 2:
+            with torch.no_grad():
+                model.norm.weight.add_(0.25)
+        return model
+
+    return replace(staged(), model=build)
+
+
+def left_out() -> Program:
+    """The last stage trains on the first micro-batch twice, and on the second not at all."""
+    calls = []
+
+    def loss_fn(output: Any, target: Tensor) -> Tensor:
+        loss = cross_entropy(output, target)
+        if dist.is_initialized():
+            calls.append(loss)
+            if len(calls) % 2:
+                return loss * 0
+        return loss
+
+    return replace(staged(), loss_fn=loss_fn)
+
+
+def with_dropout() -> Program:
+    """Its forward draws random numbers."""
+
+    def build() -> nn.Module:
+        return nn.Sequential(nn.Embedding(32, 16), nn.Dropout(0.5), nn.Linear(16, 32))
+
+    return replace(staged(), model=build)
+
+
+def without_loss_fn() -> Program:
+    return replace(staged(), loss_fn=None)
+
+
+def another_loss_fn() -> Program:
+    return replace(staged(), loss_fn=lambda output, target: cross_entropy(output, target) * 2)
+
+
+def one_tensor() -> Program:
+    return replace(declared(), loss_fn=cross_entropy)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,9 @@ from fullshard.verify.run import verify
 from fullshard.verify.setting import EXERCISES
 from fullshard.verify.strategy import parse_strategy
 from tests.harness.errors import RanksFailed
+from tests.harness.seeded_faults import SeededFault
 from tests.harness.verified import compare, record
+from tests.harness.verified_axes import staged
 
 ENTRY = "tests.harness.verified_axes:"
 EXAMPLE = Path(__file__).parents[2] / "examples" / "train_3d.toml"
@@ -122,11 +125,87 @@ def test_ranks_of_tp_with_different_data_are_named(program: str, tmp_path: Path)
         record(tmp_path, "zero3+tp=2", 2, entry=ENTRY + program, steps=1)
 
 
+slow = partial(pytest.param, marks=pytest.mark.slow)
+
+
+@pytest.mark.hang_after(300)
+@pytest.mark.parametrize(
+    ("strategy", "world"),
+    [
+        ("zero3+micro=2+pp=2+1F1B", 4),
+        slow("zero2+micro=3+pp=2+GPipe", 2),
+        slow("zero3+micro=4+pp=2+Interleaved1F1B", 2),
+        slow("zero3+micro=8+pp=2+LoopedBFS+stages=2", 2),
+        slow("zero2+micro=4+pp=2+InterleavedZeroBubble", 2),
+        slow("zero2+micro=4+pp=2+ZBVZeroBubble", 2),
+        slow("zero2+micro=4+pp=2+DualPipeV", 4),
+        slow("zero3+hsdp=2+bf16+recompute+micro=2+pp=2+1F1B", 4),
+        slow("zero3+offload+micro=2+pp=2+1F1B", 4),
+        slow("zero3+micro=2+tp=2+sp+pp=2+1F1B", 4),
+        slow("zero3+micro=2+tp=2+sp+lp+pp=2+1F1B", 8),
+    ],
+)
+def test_a_pipeline_is_equal_to_one_process(strategy: str, world: int, tmp_path: Path) -> None:
+    """Losses of micro-batches and of the step, gradients, parameters, optimizer state of all stages, and the norm."""
+    setting = record(tmp_path, strategy, world, entry=ENTRY + "staged", exercises=("clipping",))
+    assert str(setting.strategy) == strategy
+    result = compare(tmp_path, setting)
+    assert result.verdict == "equal", result.difference
+    names = {name for name, _ in staged().model().named_parameters()}
+    assert result.errors.keys() == names and result.compared > 100
+
+
+@pytest.mark.hang_after(300)
+@pytest.mark.parametrize(
+    ("program", "phase", "name", "cause"),
+    [
+        ("scaled_gradient", "backward", "layers.1.ffn.down.weight", "2 times too large (stage 0 of the pipeline)"),
+        ("lost_gradient", "backward", "layers.1.ffn.down.weight", "micro-batch 1 is missing (stage 0"),
+        ("sent_twice", "backward", "layers.1.ffn.down.weight", "2 times too large (stage 0"),
+        ("other_values", "initial values", "norm.weight", "(stage 1 of the pipeline)"),
+        ("left_out", "forward", "loss of micro-batch 1", ""),
+    ],
+)
+def test_a_planted_fault_of_a_pipeline_is_found(
+    program: str, phase: str, name: str, cause: str, tmp_path: Path
+) -> None:
+    setting = record(tmp_path, "zero2+pp=2", 2, entry=ENTRY + program, steps=1, exercises=("clipping",))
+    found = compare(tmp_path, setting).difference
+    assert found is not None and (found.phase, found.name) == (phase, name) and cause in found.cause, found
+
+
+@pytest.mark.slow
+@pytest.mark.hang_after(300)
+def test_a_norm_of_one_stage_alone_is_found(tmp_path: Path) -> None:
+    fault = SeededFault("api.clip:_stage_axes", "[axis for axis in stages.axes if axis.size() > 1]", "[]")
+    setting = record(tmp_path, "zero2+pp=2", 2, fault, entry=ENTRY + "staged", steps=1, exercises=("clipping",))
+    found = compare(tmp_path, setting).difference
+    assert found is not None and (found.phase, found.name) == ("clipping", "norm"), found
+
+
 def test_words() -> None:
     for text in ("zero3+tp=2+sp", "zero3+hsdp=2+tp=2+sp+lp", "zero3+cp=2", "zero3+cp=2+ep=4"):
         assert str(parse_strategy(text)) == text
     with pytest.raises(ValueError, match="expected tp=N beside sp and lp"):
         parse_strategy("zero3+sp")
+    with pytest.raises(ValueError, match="expected pp=N beside a schedule"):
+        parse_strategy("zero3+GPipe")
+
+
+@pytest.mark.parametrize(
+    ("strategy", "said"),
+    [
+        ("zero2+pp=2+micro=3+1F1B+cp=2", "expected pp without cp and ep"),
+        ("zero3+pp=2+ZBVZeroBubble", "expected zero2, because ZBVZeroBubble needs full weights"),
+        ("zero2+pp=4+micro=2", "needs at least as many as there are stages, 4; nearest: micro=4"),
+        ("zero2+pp=2+GPipe+stages=2", "GPipe has 1 on each rank"),
+        ("fp16+pp=2", "expected pp without a scaled loss; nearest: bf16"),
+        ("zero2+pp=3", "expected a world that 3 divides"),
+    ],
+)
+def test_pipelines_that_are_refused(strategy: str, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        parse_strategy(strategy).shards(4)
 
 
 def test_the_degrees_of_a_config() -> None:
@@ -134,9 +213,19 @@ def test_the_degrees_of_a_config() -> None:
     assert _declared(str(EXAMPLE.with_name("train_moe.toml"))) == ["zero3+ep=2"]
 
 
-def test_a_pipeline_is_not_left_out_in_silence(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["verify", str(EXAMPLE.with_name("train_pipeline.toml"))]) == 2
-    assert "found pipeline_parallel_degree = 2, whose stages this command does not make" in capsys.readouterr().err
+def test_a_config_with_a_pipeline() -> None:
+    pipeline = str(EXAMPLE.with_name("train_pipeline.toml"))
+    assert _declared(pipeline, 4) == ["zero2+micro=4+pp=2+1F1B"] == [str(parse_strategy("zero2+pp=2+micro=4"))]
+    with pytest.raises(ProgramError, match="pipeline_parallel_degree.*3"):
+        _declared(pipeline, 3)
+
+
+@pytest.mark.slow
+@pytest.mark.hang_after(300)
+def test_the_example_of_a_pipeline_is_proved(capsys: pytest.CaptureFixture[str]) -> None:
+    """As a user types it."""
+    assert main(["verify", str(EXAMPLE.with_name("train_pipeline.toml")), "--nproc", "4", "--steps", "2"]) == 0
+    assert "equal" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -145,6 +234,15 @@ def test_a_pipeline_is_not_left_out_in_silence(capsys: pytest.CaptureFixture[str
         ("declared", "zero3+tp=4", "must divide the key and value heads, 2; nearest legal plan"),
         ("other_data_by_hand", "zero3+tp=2+sp", "found a division of its own; leave the words"),
         ("declared", "zero3+ep=2", "expert_parallel_degree = 2: expected experts in Llama, found none"),
+        ("without_loss_fn", "zero3+pp=2", "expected Program.loss_fn=...., a function of .output, target."),
+        ("another_loss_fn", "zero3+pp=2", r"expected loss_fn.model.inputs., target. to be loss.model, batch., 3"),
+        ("with_dropout", "zero3+pp=2", "expected a forward without random numbers"),
+        ("one_tensor", "zero3+pp=2", "expected batches .inputs, ..., target., .* found a Tensor"),
+        (
+            "staged",
+            "zero3+pp=2+Interleaved1F1B+stages=4",
+            "2 of 4 stages on each rank: expected a layer for each stage, found 4",
+        ),
     ],
 )
 def test_what_cannot_be_divided_is_said_before_processes_start(program: str, strategy: str, said: str) -> None:

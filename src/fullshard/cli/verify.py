@@ -24,6 +24,8 @@ A strategy is made of words with + between them:
                           styles; sp, lp beside it: with sequence parallelism, with the loss of logits that stay cut
   cp=N ep=N               sequences cut over N ranks: batches are tensors, or a mapping, with tokens along their second
                           dim, and with the positions that the model needs; experts divided over N ranks
+  pp=N                    layers over N ranks, with micro=N micro-batches in a step; beside it a schedule, such as 1F1B,
+                          and stages=N of each rank. The program has a loss_fn(output, target)
   bf16 fp16               computed with in that dtype, reduced in float32; fp16 with a scaled loss
   pure                    beside them: reduced in that dtype, too
   norms                   beside them: torch's norms compute in the dtype of their parameters
@@ -73,7 +75,10 @@ def run(arguments: argparse.Namespace) -> int:
     from fullshard.verify.strategy import DEFAULT, parse_strategy
 
     try:
-        strategies = [parse_strategy(text) for text in arguments.strategies or _declared(arguments.program) or DEFAULT]
+        strategies = [
+            parse_strategy(text)
+            for text in arguments.strategies or _declared(arguments.program, arguments.nproc) or DEFAULT
+        ]
         for name, value in (("--nproc", arguments.nproc), ("--steps", arguments.steps)):
             if value < 1:
                 raise ValueError(f"{name} {value}: expected at least 1")
@@ -100,34 +105,44 @@ def run(arguments: argparse.Namespace) -> int:
     return is_verified(results)
 
 
-def _declared(program: str) -> list[str]:
+def _declared(program: str, world: int = 2) -> list[str]:
     """The strategy of the axes that a config of the trainer declares; empty without axes beside data parallelism.
-    Raises `ProgramError` for a pipeline, which is not divided here."""
+    Raises `ProgramError` for a pipeline that `world` processes cannot have."""
+    from fullshard.migrate.schedules import find_schedule
     from fullshard.program import ProgramError
     from fullshard.train.config import ConfigError, load_config
 
     if not program.endswith(".toml"):
         return []
     try:
-        sharding = load_config(Path(program)).sharding
+        config = load_config(Path(program))
+        sharding, pipelined = config.sharding, config.sharding.parallelism.pipeline_parallel_degree > 1
+        if pipelined:
+            config.check_world(world)
     except ConfigError as error:
         raise ProgramError(str(error)) from error
     keys, copies = sharding.parallelism, sharding.sharding.data_parallel_replicate_degree
-    if keys.pipeline_parallel_degree > 1:
-        raise ProgramError(
-            f"{program}: expected a declaration without a pipeline, found pipeline_parallel_degree = "
-            f"{keys.pipeline_parallel_degree}, whose stages this command does not make; verify the rest with "
-            f"--strategies, such as zero3, or a config with degree 1"
-        )
     degrees = {
         "hsdp": copies,
         "tp": keys.tensor_parallel_degree,
         "cp": keys.context_parallel_degree,
         "ep": keys.expert_parallel_degree,
     }
-    if all(size == 1 for name, size in degrees.items() if name != "hsdp"):
+    if not pipelined and all(size == 1 for name, size in degrees.items() if name != "hsdp"):
         return []
-    words = ["zero3", *[f"{name}={size}" for name, size in degrees.items() if size > 1]]
+    if keys.module_fqns_per_model_part:
+        raise ProgramError(
+            f"{program}: expected a pipeline with the split that is chosen, found module_fqns_per_model_part, which a "
+            f"strategy does not have; leave it out here"
+        )
+    kept = config.reshards if pipelined else True
+    words = ["zero2" if kept is False else "zero3" if isinstance(kept, bool | str) else f"zero3={kept}"]
+    words += [*[f"{name}={size}" for name, size in degrees.items() if size > 1]]
     if keys.tensor_parallel_degree > 1:
         words += ["sp"] * (keys.enable_sequence_parallel is not False) + ["lp"] * keys.enable_loss_parallel
+    if pipelined:
+        number = config.training.global_batch // config.axes(world).shares // config.micro_batch(world)
+        words += [f"micro={number}"] * (number > 1) + [f"pp={keys.pipeline_parallel_degree}"]
+        words += [find_schedule(keys.pipeline_parallel_schedule).name]
+        words += [f"stages={keys.pipeline_parallel_stages_per_rank}"] * (keys.pipeline_parallel_stages_per_rank > 1)
     return ["+".join(words)]

@@ -59,13 +59,15 @@ def program(path: str = "") -> Program:
     def loss(model: nn.Module, batch: Any) -> Tensor:
         inputs, targets, *places = batch
         logits = logits_of(model, inputs, places[0][0] if places else None)
-        mean = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
-        return mean + balance_loss(model)
+        return loss_fn(logits, targets) + balance_loss(model)
+
+    def loss_fn(output: Any, target: Tensor) -> Tensor:
+        return F.cross_entropy(output.flatten(0, 1).float(), target.flatten())
 
     def optimizer(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
         return adamw((p for p in parameters if p.requires_grad), config.optimizer)
 
-    return Program(build, loss, batch, optimizer=optimizer)
+    return Program(build, loss, batch, optimizer=optimizer, loss_fn=loss_fn)
 
 
 def stand_in() -> Program:

@@ -37,6 +37,8 @@ class Applicable:
         if strategy.context > 1:
             # A forward outside of the context, or with batches that are not split.
             reasons |= {name: "of whole sequences" for name in ("evaluation", "output_dtype", "full_params")}
+        if strategy.pipeline > 1:
+            reasons |= {name: "of whole models" for name in EXERCISES if name != "clipping"}
         key = strategy.precision, strategy.pure, strategy.norms, strategy.recompute
         for name, trial in {"evaluation": self._evaluates, "output_dtype": self._casts}.items():
             if name not in reasons:

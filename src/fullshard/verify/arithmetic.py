@@ -14,6 +14,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from fullshard.rounding import unit
+
 from .setting import Setting
 
 # `Expected.parts` of one parameter: of each rank and micro-batch, undivided, in the dtype in which autograd made it.
@@ -64,3 +66,14 @@ def _held(row: list[Tensor | None], reduce: torch.dtype) -> Tensor | None:
         if part is not None:
             total = part if total is None else total.to(reduce) + part.to(reduce)
     return total
+
+
+def update_allowed(found: Tensor, wanted: Tensor, old: Tensor) -> Tensor:
+    """Returns what each element may differ by: either computation rounds a few times at the size of the parameter and
+    of its change."""
+    if not found.is_floating_point():
+        return torch.zeros(found.shape, dtype=torch.float64)
+    sizes = torch.stack([t.double().abs() for t in (found, wanted, old)]).amax(0)
+    change = (wanted.double() - old.double()).abs()
+    # The change itself is a quotient of several rounded values: some 16 roundings in float32.
+    return 2 * unit(found.dtype) * sizes + 16 * unit(torch.float32) * (change + change.mean())

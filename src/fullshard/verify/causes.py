@@ -64,7 +64,7 @@ class Causes:
                     return f"the batch of rank {taker}, micro-batch {which}: batches are split in another way"
         if self.last is not None:
             self.reference.load(self.last[1])
-            self.reference.put_buffers(buffers[rank * self.setting.strategy.alike])
+            self.reference.put_buffers(self.reference.buffers_for(rank, buffers))
             loss, _, _ = self.reference.forward(step, micro, rank)
             self.reference.load(parameters)
             if torch.equal(loss, found):

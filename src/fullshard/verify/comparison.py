@@ -31,6 +31,7 @@ from fullshard.rounding import rows_of, sums, terms_of, unit
 from . import arithmetic
 from .causes import Causes, errors, largest
 from .kernels import can_be_equal, differentiates, elementwise, other_bits, same
+from .merged import merged_before, merged_step, of_pipelines
 from .reference import Expected, Reference, read_before, read_step
 from .replicas import Held
 from .setting import Setting
@@ -129,6 +130,8 @@ class Comparison:
         self.parameters, self.buffers = dict[str, Tensor](), list[dict[str, Tensor]]()
         # The step where the comparison is: its number, the records of all ranks, what they must give, and the scale
         # of the loss.
+        # The stage that has each parameter, of a pipeline.
+        self.stages = dict[str, int]()
         self.latest: tuple[int, list[Step], Expected, float] | None = None
         # The control of each data-parallel rank: see `kernels.control`.
         self._controls = list[dict[str, int]]()
@@ -148,7 +151,10 @@ class Comparison:
             for phase in self._differences():
                 found = [difference for difference in phase if difference is not None]
                 if found:
-                    self.result.difference = replace(found[0], others=len(found) - 1)
+                    first = found[0]
+                    stage = self.stages.get(first.name, self.stages.get(first.name.rpartition(".")[0]))
+                    cause = first.cause if stage is None else f"{first.cause} (stage {stage} of the pipeline)"
+                    self.result.difference = replace(first, others=len(found) - 1, cause=cause)
                     break
         finally:
             torch.set_num_threads(threads)
@@ -182,9 +188,11 @@ class Comparison:
         comparison."""
         setting, reference = self.setting, self.reference
         before = [read_before(self.folder, rank) for rank in range(setting.world)]
-        self.causes.cuts = before[0].cuts
+        ties = [rank.ties for rank in before]
+        before = of_pipelines(before, setting, merged_before)
+        self.causes.cuts, self.stages = before[0].cuts, before[0].stages
         yield self._initial(before[0].parameters)
-        yield self._ties([rank.ties for rank in before])
+        yield self._ties(ties)
         yield [
             self._value(-1, PHASES[0], name, value, reference.initial_buffers[name], 0.0, rank)
             if name in reference.initial_buffers
@@ -193,9 +201,11 @@ class Comparison:
             for name, value in record.buffers.items()
         ]
         self.parameters, self.buffers = before[0].parameters, [record.buffers for record in before]
-        self._controls = [record.control for record in before[:: setting.strategy.alike]]
+        self._controls = [before[setting.ranks_of(rank)[0]].control for rank in range(setting.data_world)]
         for step in range(setting.steps):
-            found = [read_step(self.folder, step, rank) for rank in range(setting.world)]
+            found = of_pipelines(
+                [read_step(self.folder, step, rank) for rank in range(setting.world)], setting, merged_step
+            )
             yield from self._step(step, step, found, found[0].gradients)
 
     def _step(
@@ -258,7 +268,12 @@ class Comparison:
         ]
 
     def _ties(self, ties: list[list[tuple[str, ...]]]) -> Sequence[Difference | None]:
-        for rank, found in enumerate(ties):
+        stride = self.setting.world // self.setting.strategy.pipeline
+        for rank, own in enumerate(ties):
+            # A stage has the ties of its own modules.
+            found = (
+                own if stride == len(ties) else sorted({n for other in ties[rank % stride :: stride] for n in other})
+            )
             if found != self.reference.ties:
                 odd = sorted(set(found) ^ set(self.reference.ties))[0]
                 text = f"{' and '.join(odd)} are one parameter, and are several in the plain model"
@@ -326,6 +341,12 @@ class Comparison:
                 differences.append(
                     self._tested(step, "forward", name, loss, wanted, allowed, causes, rank, exact=exact)
                 )
+        for rank, record in enumerate(found):
+            if record.total is not None:
+                whole = torch.stack([loss.double() for loss in expected.losses[self.setting.data_rank(rank)]]).mean()
+                size = self.tolerance.computing * whole.abs().item()
+                named = (step, "forward", "loss of the step", record.total.double(), whole)
+                differences.append(self._tested(*named, (size, 0.0), lambda _: "", rank))
         return differences
 
     def _buffers(
@@ -415,7 +436,7 @@ class Comparison:
             def causes(value: Tensor, name: str = name, wanted: Tensor = wanted, old: Tensor = old) -> str:
                 return self.causes.of_update(name, value, wanted, old)
 
-            allowed = _update_allowed(value, wanted, old)
+            allowed = arithmetic.update_allowed(value, wanted, old)
             both = allowed, allowed
             exact = wanted if self.same_updates else None
             differences.append(self._tested(step, "optimizer step", name, value, wanted, both, causes, exact=exact))
@@ -541,9 +562,9 @@ class Comparison:
 
     def _measure_noise(self, buffers: list[dict[str, Tensor]]) -> None:
         """Take the first forward and backward of the reference twice: what differs is no fault of the sharding."""
-        self.reference.put_buffers(buffers[0])
+        self.reference.put_buffers(self.reference.buffers_for(0, buffers))
         loss, _, parts = self.reference.forward(0, 0, 0)
-        self.reference.put_buffers(buffers[0])
+        self.reference.put_buffers(self.reference.buffers_for(0, buffers))
         again, _, others = self.reference.forward(0, 0, 0)
         pairs = [(part, others[name]) for name, part in parts.items()]
         both = [(part, other) for part, other in pairs if part is not None and other is not None]
@@ -571,14 +592,3 @@ class Comparison:
 
 def _at_least(allowed: float | Tensor, noise: float) -> float | Tensor:
     return allowed.clamp(min=noise) if isinstance(allowed, Tensor) else max(allowed, noise)
-
-
-def _update_allowed(found: Tensor, wanted: Tensor, old: Tensor) -> Tensor:
-    """Returns what each element may differ by: either computation rounds a few times at the size of the parameter and
-    of its change."""
-    if not found.is_floating_point():
-        return torch.zeros(found.shape, dtype=torch.float64)
-    sizes = torch.stack([t.double().abs() for t in (found, wanted, old)]).amax(0)
-    change = (wanted.double() - old.double()).abs()
-    # The change itself is a quotient of several rounded values: some 16 roundings in float32.
-    return 2 * unit(found.dtype) * sizes + 16 * unit(torch.float32) * (change + change.mean())

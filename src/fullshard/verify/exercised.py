@@ -17,6 +17,7 @@ from fullshard.rounding import sums, unit
 from .causes import Causes, errors
 from .comparison import Comparison, Difference, Tolerance
 from .exercises import Clipped, Evaluated, Exercised, Loaded, Other
+from .merged import merged_step, of_pipelines
 from .reference import Reference
 from .setting import written
 
@@ -36,7 +37,9 @@ class FullComparison(Comparison):
 
     def _exercises(self) -> Differences:
         reference, last = self.reference, self.setting.steps - 1
-        found = [read_exercised(self.folder, rank) for rank in range(self.setting.world)]
+        found = of_pipelines(
+            [read_exercised(self.folder, rank) for rank in range(self.setting.world)], self.setting, _merged
+        )
         parameters = self.parameters
         optimizer, scale = copy.deepcopy(reference.optimizer.state_dict()), reference.scale
         evaluated = _by_moment([record.evaluated for record in found])
@@ -342,6 +345,18 @@ def _norm(tensors: Any) -> float:
 def _records(folder: Path) -> list[Any]:
     paths = sorted(folder.glob("rank-*.pt"), key=lambda path: int(path.stem.removeprefix("rank-")))
     return [torch.load(path, weights_only=False) for path in paths]
+
+
+def _merged(records: Sequence[Exercised]) -> Exercised:
+    """The first of `records`, with the gradients of all of them."""
+    first, steps = records[0], [record.step for record in records if record.step is not None]
+    clipped = first.clipped
+    if clipped is not None:
+        gradients: dict[str, Tensor | None] = {}
+        for record in records:
+            gradients |= {} if record.clipped is None else record.clipped.gradients
+        clipped = clipped._replace(gradients=gradients)
+    return first._replace(clipped=clipped, step=merged_step(steps) if steps else None)
 
 
 def read_exercised(folder: Path, rank: int) -> Exercised:

@@ -143,7 +143,7 @@ class Reference:
         the sharded training's optimizer took, and so this one takes."""
         losses, states, parts, after = [], [], [], []
         for rank in range(self.setting.data_world):
-            self.put_buffers(buffers[rank * self.setting.strategy.alike])
+            self.put_buffers(self.buffers_for(rank, buffers))
             rows = [self.forward(step, micro, rank) for micro in range(self.setting.strategy.micro)]
             losses.append([loss for loss, _, _ in rows])
             states.append([state for _, state, _ in rows])
@@ -210,7 +210,7 @@ class Reference:
         """`Expected.parts` of `step` from the loaded parameters."""
         found = []
         for rank in range(self.setting.data_world):
-            self.put_buffers(buffers[rank * self.setting.strategy.alike])
+            self.put_buffers(self.buffers_for(rank, buffers))
             found.append([self.forward(step, micro, rank)[2] for micro in range(self.setting.strategy.micro)])
         return found
 
@@ -244,6 +244,13 @@ class Reference:
             yield
         finally:
             self.computing, self._casts_again = sound, True
+
+    def buffers_for(self, data_rank: int, buffers: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+        """Those of a data rank, of `buffers` by rank; of a pipeline, what all of its stages have."""
+        found: dict[str, Tensor] = {}
+        for rank in reversed(self.setting.ranks_of(data_rank)):
+            found |= buffers[rank]
+        return found
 
     @torch.no_grad()
     def put_buffers(self, buffers: dict[str, Tensor], model: nn.Module | None = None) -> None:

@@ -28,6 +28,7 @@ from .applicable import Applicable
 from .comparison import Comparison, Result
 from .exercised import FullComparison
 from .experiments import Experiments
+from .pipelined import check_pipeline
 from .processes import Task, run_rank, train, train_elsewhere
 from .setting import Setting, seed_generators
 from .strategy import Strategy, norms_of
@@ -79,8 +80,8 @@ def _results(
     settings = [Setting(entry, library, s, world, steps, device) for library in libraries for s in strategies]
     for strategy in strategies:
         strategy.shards(world)
-        if "torch" in libraries and (strategy.context > 1 or strategy.experts > 1):
-            raise ProgramError(f"{strategy}: expected fullshard alone beside cp and ep; leave --against torch out")
+        if "torch" in libraries and (strategy.context > 1 or strategy.experts > 1 or strategy.pipeline > 1):
+            raise ProgramError(f"{strategy}: expected fullshard alone beside cp, ep and pp; leave --against torch out")
         if strategy.divides:
             _check_division(program, strategy, world)
     if any(strategy.norms for strategy in strategies):
@@ -120,7 +121,7 @@ def _results(
             comparison: Comparison = FullComparison(program, setting, records, _reference_device(device))
             comparison.result.not_exercised = reasons[i] if reasons else {"all": "with --steps-only"}
             result = comparison.run()
-            if result.difference is not None:
+            if result.difference is not None and setting.strategy.pipeline == 1:
                 tell("training it again with one thing changed at a time, for the cause")
                 experiments = Experiments(program, setting, _reference_device(device), again)
                 result.difference = experiments.explained(result.difference)
@@ -207,6 +208,9 @@ def _try(program: Program, entry: str) -> None:
 
 def _check_division(program: Program, strategy: Strategy, world: int) -> None:
     """Raise `ProgramError` if the model cannot be divided as `strategy` says."""
+    if strategy.pipeline > 1:
+        check_pipeline(program, strategy, world)
+        return
     if program.parallelize is not None and strategy.tensor > 1:
         if strategy.sequence or strategy.loss:
             problem = "expected the styles of the model, which sp and lp change, found a division of its own"

@@ -41,11 +41,19 @@ class Setting(NamedTuple):
 
     @property
     def data_world(self) -> int:
-        """How many ranks take batches of their own; those along `tp` and `cp` share one."""
-        return self.world // self.strategy.alike
+        """How many ranks take batches of their own; those along `pp`, `tp` and `cp` share one."""
+        return self.world // self.strategy.pipeline // self.strategy.alike
 
     def data_rank(self, rank: int) -> int:
-        return rank // self.strategy.alike
+        return rank % (self.world // self.strategy.pipeline) // self.strategy.alike
+
+    def ranks_of(self, data_rank: int) -> range:
+        """The first rank with its batches in each part of the pipeline, which is the outermost axis."""
+        return range(data_rank * self.strategy.alike, self.world, self.world // self.strategy.pipeline)
+
+    def leads(self, rank: int) -> bool:
+        """Whether the rank writes full tensors: the first one, and the first of each part of a pipeline."""
+        return rank % (self.world // self.strategy.pipeline) == 0
 
     @property
     def output_dtype(self) -> torch.dtype:

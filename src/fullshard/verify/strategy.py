@@ -8,7 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from fullshard.keys import ConfigError
 from fullshard.migrate.parallelism import Parallelism
+from fullshard.migrate.schedules import SCHEDULES, find_schedule, stages_per_rank
 
 _PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -20,6 +22,8 @@ class Strategy:
     loss. `norms`: beside it, torch's norms compute in the dtype of their parameters. `micro`: micro-batches of a step,
     of which the last synchronises. `tensor`: ranks of an axis of tensor parallelism; `sequence`, `loss`: with sequence
     and with loss parallelism over it. `context`: ranks that share each sequence; `experts`: that have different ones.
+    pipeline: ranks that have different layers, `stages` of them each (0: as `schedule` has it), with `micro`
+    micro-batches in a step.
 
     >>> parse_strategy("zero2+bf16+micro=2") == Strategy(reshard=False, precision="bf16", micro=2)
     True
@@ -40,6 +44,9 @@ class Strategy:
     loss: bool = False
     context: int = 1
     experts: int = 1
+    pipeline: int = 1
+    stages: int = 0
+    schedule: str = "1F1B"
 
     def __str__(self) -> str:
         numbers = {"micro": self.micro, "tp": self.tensor, "cp": self.context, "ep": self.experts}
@@ -49,6 +56,8 @@ class Strategy:
         words += ["offload"] * self.offload + ["recompute"] * self.recompute
         words += [f"{name}={numbers[name]}" for name in numbers if numbers[name] > 1]
         words += ["sp"] * self.sequence + ["lp"] * self.loss
+        if self.pipeline > 1:
+            words += [f"pp={self.pipeline}", self.schedule] + [f"stages={self.stages}"] * (self.stages > 1)
         return "+".join(words)
 
     @property
@@ -61,6 +70,10 @@ class Strategy:
             data_parallel_replicate_degree=self.replicas,
             context_parallel_degree=self.context,
             expert_parallel_degree=self.experts,
+            pipeline_parallel_degree=self.pipeline,
+            pipeline_parallel_schedule=self.schedule,
+            pipeline_parallel_stages_per_rank=self.stages,
+            pipeline_parallel_num_microbatches=self.micro if self.pipeline > 1 else 0,
         )
 
     @property
@@ -71,7 +84,7 @@ class Strategy:
     @property
     def divides(self) -> bool:
         """Whether ranks compute parts of what the plain model computes: their kernels sum in another order."""
-        return self.tensor > 1 or self.context > 1 or self.experts > 1
+        return self.tensor > 1 or self.context > 1 or self.experts > 1 or self.pipeline > 1
 
     @property
     def dtype(self) -> torch.dtype | None:
@@ -85,7 +98,8 @@ class Strategy:
     def shards(self, world: int) -> int:
         """The number of the `world` ranks over which a parameter is cut. Raises `ValueError` if the strategy does not
         fit them."""
-        copies = self.replicas * self.tensor
+        self._check_pipeline()
+        copies = self.replicas * self.tensor * self.pipeline
         if world % copies:
             raise ValueError(f"{self}: expected a world that {copies} divides, found {world}")
         shards = world // copies
@@ -104,10 +118,31 @@ class Strategy:
             )
         return shards
 
+    def _check_pipeline(self) -> None:
+        """Raise `ValueError` for what a pipeline does not have beside it."""
+        if self.pipeline == 1:
+            return
+        schedule = find_schedule(self.schedule)
+        if self.context > 1 or self.experts > 1:
+            raise ValueError(f"{self}: expected pp without cp and ep beside it; leave one out")
+        if self.precision == "fp16":
+            raise ValueError(f"{self}: expected pp without a scaled loss; nearest: bf16")
+        if schedule.splits and self.reshard is not False:
+            raise ValueError(f"{self}: expected zero2, because {schedule.name} needs full weights in backward")
+        try:
+            count = self.pipeline * stages_per_rank(schedule, self.stages)
+        except ConfigError as error:
+            raise ValueError(f"{self}: {error}") from error
+        if problem := schedule.problem(self.micro, self.pipeline, count):
+            raise ValueError(f"{self}: expected a legal number of micro-batches: {problem}; nearest: micro={count}")
+
 
 # What is verified unless the user says otherwise.
 DEFAULT = ("zero3", "zero2", "zero3+bf16", "zero3+micro=2", "zero3+recompute", "zero3+offload")
-WORDS = "zero3, zero3=N, zero2, hsdp=N, bf16, fp16, pure, norms, offload, micro=N, recompute, tp=N, sp, lp, cp=N, ep=N"
+WORDS = (
+    "zero3, zero3=N, zero2, hsdp=N, bf16, fp16, pure, norms, offload, micro=N, recompute, tp=N, sp, lp, cp=N, ep=N, "
+)
+WORDS += "pp=N, stages=N, " + ", ".join(SCHEDULES)
 
 
 def parse_strategy(text: str) -> Strategy:
@@ -121,7 +156,10 @@ def parse_strategy(text: str) -> Strategy:
         "zero3": "reshard",
         "cp": "context",
         "ep": "experts",
+        "pp": "pipeline",
+        "stages": "stages",
     }
+    schedules = {known.lower(): known for known in SCHEDULES}
     for word in text.split("+"):
         name, _, number = word.strip().partition("=")
         if name in numbered and number.isdigit() and int(number) > 1:
@@ -132,6 +170,8 @@ def parse_strategy(text: str) -> Strategy:
             given = {"precision": name}
         elif name in flags and not number:
             given = {flags[name]: True}
+        elif name.lower() in schedules and not number:
+            given = {"schedule": schedules[name.lower()]}
         else:
             raise ValueError(f"{text}: expected words of {WORDS} with + between them, found {word!r}")
         found = replace(found, **given)
@@ -139,6 +179,11 @@ def parse_strategy(text: str) -> Strategy:
         raise ValueError(f"{text}: expected bf16 or fp16 beside pure, which reduces in that dtype")
     if (found.sequence or found.loss) and found.tensor == 1:
         raise ValueError(f"{text}: expected tp=N beside sp and lp, which are over the ranks of tp")
+    if found.pipeline > 1 and found.micro == 1:
+        schedule = SCHEDULES[found.schedule]
+        found = replace(found, micro=found.pipeline * (found.stages or schedule.stages or 2))
+    if found.pipeline == 1 and (found.stages or found.schedule != Strategy.schedule):
+        raise ValueError(f"{text}: expected pp=N beside a schedule and its stages")
     if found.norms and not found.precision:
         raise ValueError(f"{text}: expected bf16 or fp16 beside norms, which keep the dtype of their parameters")
     return found

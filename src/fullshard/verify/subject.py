@@ -41,6 +41,7 @@ from fullshard.migrate.tree import Tree
 from fullshard.observe.partial_reads import PartialReads
 from fullshard.program import OwnDtype, Program, blocks_apart, to_device
 
+from .pipelined import Stages
 from .replicas import Copies, Held
 from .setting import SCALE, SEED, Setting, batch_index, clean, named, seed_generators, seed_of, ties_of
 from .strategy import Strategy, norms_of
@@ -49,7 +50,8 @@ from .weights import Uses, Weights
 
 class Before(NamedTuple):
     """The state of one rank before the first step. `ties`: names of parameters that are one. `cuts`: the dim along
-    which `fully_shard` cut each parameter. `threads`: that torch computes with. `control`: see kernels.py."""
+    which `fully_shard` cut each parameter. `threads`: that torch computes with. `control`: see kernels.py. `stages`: of
+    a pipeline, that of each parameter here."""
 
     buffers: dict[str, Tensor]
     ties: list[tuple[str, ...]]
@@ -57,6 +59,7 @@ class Before(NamedTuple):
     cuts: dict[str, int]
     threads: int = 0
     control: dict[str, int] = {}
+    stages: dict[str, int] = {}
 
 
 class Watched(NamedTuple):
@@ -74,7 +77,8 @@ class Step(NamedTuple):
     """The record of one rank in one step. Of each micro-batch: the loss and digests of the generators' states
     afterwards. `buffers`: after the step. `uses`: of full parameters. `gradients`, `parameters`, `state`: full tensors
     on rank 0, None of absent gradients; empty elsewhere. `..._apart`: this rank's shards that are not what the first
-    rank with a copy of them holds. `reads`: numbers that the program took of parts of a sum."""
+    rank with a copy of them holds. `reads`: numbers that the program took of parts of a sum.
+    `total`: of a pipeline, the loss that its step returned; `losses` are those of the last stage then."""
 
     losses: list[Tensor]
     generators: list[dict[str, str]]
@@ -87,6 +91,7 @@ class Step(NamedTuple):
     stepped_apart: Sequence[Held] = ()
     watched: Watched | None = None
     reads: tuple[str, ...] = ()
+    total: Tensor | None = None
 
 
 def buffers_of(model: nn.Module) -> dict[str, Tensor]:
@@ -130,18 +135,21 @@ class Training:
         self.sequences: ContextParallel | None = None
         cut = folded(mesh, ("data", "cp"), "shard") if strategy.context > 1 else mesh["shard"]
         inner = mesh["replicate", "shard"] if strategy.replicas > 1 else cut
-        experts = ExpertDivision()
+        experts, axes = ExpertDivision(), _axes(setting)
         if strategy.tensor > 1:
             made = (program.parallelize or parallelize_by(strategy.parallelism))(model, mesh["tp"])
             self.loss_context = made if callable(made) else nullcontext
         if strategy.divides and setting.library == "fullshard":
-            axes = _axes(setting)
             if strategy.context > 1:
                 self.sequences = sequences = sequences_of(axes, mesh, cut, "auto")
                 self.loss_context = lambda: sequences
             if strategy.experts > 1:
                 experts = _divided_experts(model, strategy, axes, mesh)
-            Relations(model, axes, mesh, sequences=self.sequences)
+            if strategy.pipeline == 1:
+                Relations(model, axes, mesh, sequences=self.sequences)
+        self.stages = self._cut(model, axes)
+        if self.stages is not None:
+            program = replace(program, shard=self.stages.shard)
         self.trained: Any = (
             Sharded(program, model, setting, inner, output_dtype, experts)
             if setting.is_fsdp2
@@ -150,6 +158,8 @@ class Training:
         for block in blocks:
             block.forward = partial(checkpoint, block.forward, use_reentrant=False)
         self.model = self.trained.model
+        if self.stages is not None:
+            self.pipeline = self.stages.begin(self.loss_context, sequence=strategy.sequence)
         self.optimizer = program.optimizer(self.model.parameters())
         self.scaler = _scaler(setting, device)
         self.trained.weights.held = self.trained.parameters()
@@ -160,11 +170,23 @@ class Training:
             self.model.set_memory_budget(prefetch=0)
         self.copies = Copies(mesh, cut, self.model, _cuts(self.model)) if setting.is_fsdp2 else None
 
+    def _cut(self, model: nn.Module, axes: Axes) -> Stages | None:
+        """Keep in `model` the stages of this rank; None without a pipeline."""
+        if self.setting.strategy.pipeline == 1:
+            return None
+        return Stages(self.program, model, self.setting.strategy, axes, self.mesh)
+
+    @property
+    def leads(self) -> bool:
+        """Whether this rank writes full tensors."""
+        return self.setting.leads(dist.get_rank())
+
     def before(self, control: dict[str, int]) -> Before:
         """Collective. `control`: see kernels.py."""
-        held = self.trained.weights.held if dist.get_rank() == 0 else {}
+        held = self.trained.weights.held if self.leads else {}
         plain, threads = self.trained.plain, torch.get_num_threads()
-        return Before(buffers_of(plain), ties_of(plain), held, _cuts(self.model), threads, control)
+        places = {} if self.stages is None else self.stages.places(self.model)
+        return Before(buffers_of(plain), ties_of(plain), held, _cuts(self.model), threads, control, places)
 
     def batch(self, step: int, micro: int) -> tuple[int, Any]:
         """Returns the number of a batch, and the batch on the device."""
@@ -175,14 +197,21 @@ class Training:
         """Take a step with the batches of the number `step`. `between` is called before the optimizer steps, with the
         gradients in place."""
         trained, weights, micros = self.trained, self.trained.weights, self.setting.strategy.micro
-        losses, states = [], []
+        losses: list[Tensor] = []
+        states: list[dict[str, str]] = []
         reads = PartialReads((clean(name), p) for name, p in self.model.named_parameters())
         # The other steps make the same calls.
         reading = reads if step == 0 else nullcontext()
         held = _locals(self.model) if self.setting.watched else {}
         if self.setting.watched:
             weights.gradients = []
-        for micro in range(micros):
+        total: Tensor | None = None
+        if self.stages is not None:
+            weights.phase = "forward"
+            with reading:
+                losses, total = self.stages.step(self.pipeline, [self.batch(step, micro)[1] for micro in range(micros)])
+            losses, total = [full(loss) for loss in losses], full(total)
+        for micro in range(micros if self.stages is None else 0):
             index, batch = self.batch(step, micro)
             with trained.window(last=micro == micros - 1):
                 seed_generators(seed_of(index))
@@ -210,10 +239,10 @@ class Training:
         self.scaler.update()
         weights.held = trained.parameters()
         state = trained.state(self.optimizer)
-        made = (gradients, weights.held, state) if dist.get_rank() == 0 else ({}, {}, {})
+        made = (gradients, weights.held, state) if self.leads else ({}, {}, {})
         stepped_apart = self.copies.stepped(self.optimizer) if self.copies else ()
         self.optimizer.zero_grad()
-        found = Step(losses, states, buffers, uses, *made)._replace(reads=tuple(map(str, reads.found)))
+        found = Step(losses, states, buffers, uses, *made)._replace(reads=tuple(map(str, reads.found)), total=total)
         watched = Watched(weights.gradients or [], scaled, moved, weights.torn()) if self.setting.watched else None
         return found._replace(gradients_apart=gradients_apart, stepped_apart=stepped_apart, watched=watched)
 
@@ -235,7 +264,7 @@ class Sharded:
         self.weights = Weights(setting.strategy.dtype, {name for name, p in named(model) if p in kept})
         self.weights.watch(model, shard(program, model, setting, mesh, output_dtype, experts))
         self.model = self.plain = model
-        self._full = full if dist.get_rank() == 0 else _taking_part
+        self._full = full if setting.leads(dist.get_rank()) else _taking_part
 
     @contextmanager
     def window(self, *, last: bool) -> Iterator[None]:
@@ -328,7 +357,7 @@ def shard(
 def _axes(setting: Setting) -> Axes:
     strategy = setting.strategy
     sizes = {"dp_replicate": strategy.replicas, "dp_shard": setting.shards // strategy.context}
-    return Axes(**sizes, cp=strategy.context, tp=strategy.tensor, ep=strategy.experts)
+    return Axes(**sizes, cp=strategy.context, tp=strategy.tensor, pp=strategy.pipeline, ep=strategy.experts)
 
 
 def _divided_experts(model: nn.Module, strategy: Strategy, axes: Axes, mesh: DeviceMesh) -> ExpertDivision:
@@ -347,11 +376,15 @@ def torch_has_overrides() -> bool:
 
 
 def _mesh(setting: Setting, device: torch.device) -> DeviceMesh:
-    """The axes "replicate", "shard" and "tp", without the outer two where they have one rank; with "cp" it has "data"
-    instead of "shard"."""
+    """The axes "pp", "replicate", "shard" and "tp", of which those but "shard" have several ranks; with "cp" it has
+    "data" instead of "shard"."""
     strategy = setting.strategy
     shard = {"data": setting.shards // strategy.context, "cp": strategy.context}
-    axes = {"replicate": strategy.replicas, **(shard if strategy.context > 1 else {"shard": setting.shards})}
+    axes = {
+        "pp": strategy.pipeline,
+        "replicate": strategy.replicas,
+        **(shard if strategy.context > 1 else {"shard": setting.shards}),
+    }
     axes["tp"] = strategy.tensor
     sizes = {name: size for name, size in axes.items() if size > 1 or name in ("shard", "data")}
     return init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
