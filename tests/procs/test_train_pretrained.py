@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -20,7 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from fullshard import checkpoint
 from fullshard.train.config import Config, ConfigError, load_config
-from fullshard.train.data import read_corpus, tokenize
+from fullshard.train.data import SampleOrder, read_corpus, tokenize, windows
 from fullshard.train.folder import make_run_dir
 from fullshard.train.loop import Trainer, learning_rate
 from fullshard.train.metrics import read_metrics
@@ -362,6 +365,12 @@ def _of_pickles(path: Path) -> None:
     torch.save({}, path / "pytorch_model.bin")
 
 
+def _quantised(path: Path) -> None:
+    """Files of which one tensor has whole numbers, as formats of quantised weights have."""
+    for file in path.glob("*.safetensors"):
+        save_file({name: (value * 9).to(torch.int8) for name, value in load_file(file).items()}, file, {"format": "pt"})
+
+
 def _with_config(**changed: Any) -> Callable[[Path], None]:
     def change(path: Path) -> None:
         told = json.loads((path / "config.json").read_text())
@@ -376,6 +385,8 @@ WRONG: list[tuple[Callable[[Path], None], tuple[str, ...], str]] = [
     (_without("*.safetensors*"), (), "expected safetensors files in it, found none"),
     (_of_pickles, (), "found pickles, pytorch_model.bin, which are not read"),
     (_with_config(quantization_config={"quant_method": "gptq"}), (), "found them quantised by gptq"),
+    (_quantised, (), "expected weights in float32, bfloat16, float16, float64, found "),
+    (_without("model-00002*"), (), "the index names this file, which does not exist"),
     (_with_config(model_type="nonsense"), (), "transformers cannot read its config.json"),
     (_with_config(model_type="t5"), (), "transformers makes no causal language model of it"),
     (_with_config(vocab_size=77), (), "its tokenizer has 279 tokens, and its model 77"),
@@ -470,3 +481,72 @@ def test_the_rate_is_one_for_trained_weights() -> None:
     }
     assert rates == {"none": 2e-5, "lora": 2e-4, "qlora": 2e-4}
     assert load_config(None, ["model.folder=x", "optimizer.lr=0.5"]).optimizer.lr == 0.5
+
+
+# ---- the command line --------------------------------------------------------------------------------------------
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+def _command(folder: Path, *words: str) -> str:
+    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    ended = subprocess.run(
+        [sys.executable, "-m", *words],
+        capture_output=True,
+        text=True,
+        cwd=folder,
+        env=environment | {"HF_HUB_OFFLINE": "1"},
+        timeout=900,
+    )
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    return ended.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.hang_after(1800)
+def test_the_example_trains_adapters_on_the_real_weights_of_smollm2(tmp_path: Path) -> None:
+    """As examples/README.md has it: two ranks, three, the folder for other programs, and text."""
+    torchrun = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    _command(tmp_path, *torchrun, str(EXAMPLES / "finetune_llama.py"), "--steps", "1")
+    _command(tmp_path, "fullshard", "train", str(EXAMPLES / "train_smollm2.toml"))
+    run = tmp_path / "runs" / "smollm2-lora"
+    resumed = _command(
+        tmp_path, "fullshard", "train", "--resume", str(run), "--nproc", "3", "--set", "training.steps=9"
+    )
+    assert "continuing after step 6" in resumed and "shard=3" in resumed
+    records = read_metrics(run / "metrics.jsonl")
+    assert [record["step"] for record in records] == list(range(1, 10))
+    assert records[-1]["val_loss"] < records[5]["val_loss"]
+    before, after, same, equal = pool(1).run(_real, str(tmp_path), records[0]["samples"], timeout=900)[0]
+    # What is printed is the loss before the first update: of the weights as they came.
+    assert abs(records[0]["loss"] - before) < 1e-4 and after < before and same and equal
+    text = _command(tmp_path, "fullshard", "generate", str(run), "--prompt", "The with statement", "--temperature", "0")
+    assert text.startswith("The with statement") and len(text.split()) > 8
+
+
+def _real(rank: int, folder: str, samples: str) -> tuple[float, float, bool, bool]:
+    """Losses of the first batch before and after, by transformers alone; whether these are the run's windows; whether
+    the adapters on the base are the merged model."""
+    offline()
+    import transformers
+    from peft import PeftModel
+
+    run = Path(folder) / "runs" / "smollm2-lora"
+    os.chdir(folder)
+    config = load_config(run / "config.toml")
+    pretrained = open_pretrained(config)
+    tokens = tokenize(read_corpus(config.data), pretrained.tokenizer, config.data.validation_fraction).train
+    keys = config.training
+    order = SampleOrder(num_tokens=len(tokens), sequence_length=keys.sequence_length, seed=keys.seed)
+    inputs, targets = windows(tokens, order.starts(0, keys.global_batch), keys.sequence_length)
+    rows = torch.cat([inputs, targets[:, -1:]], 1)
+    losses, logits = [], []
+    base = transformers.AutoModelForCausalLM.from_pretrained(pretrained.path, dtype=torch.float32)
+    merged = transformers.AutoModelForCausalLM.from_pretrained(run / "model")
+    with torch.no_grad():
+        for model in (base, merged):
+            losses.append(float(model(input_ids=rows, labels=rows).loss))
+        for model in (merged, PeftModel.from_pretrained(base, run / "adapters")):
+            logits.append(model(input_ids=rows[:1]).logits)
+    same = order.digest(0, keys.global_batch) == samples
+    return losses[0], losses[1], same, tolerance.close(logits[0], logits[1], merged)

@@ -120,7 +120,8 @@ def test_commands_are_accepted(path: Path) -> None:
         words = shlex.split(command.split(">")[0])[1:]
         arguments: argparse.Namespace = cli.parser().parse_args(words)
         if arguments.command == "train":
-            load_config(None, arguments.set)
+            folder = [f"model.folder={arguments.model}"] if arguments.model else []
+            load_config(None, [*folder, *arguments.set])
 
 
 def test_the_first_example_is_the_file() -> None:

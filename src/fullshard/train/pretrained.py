@@ -40,6 +40,7 @@ from fullshard.train.model import Llama, flop_per_token
 from fullshard.train.process import World
 from fullshard.train.shapes import hugging_face
 
+_FLOATS = ("float32", "bfloat16", "float16", "float64")
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 _NEEDS = {
     "transformers": 'model.folder needs it: pip install "fullshard[hf]"',
@@ -174,6 +175,7 @@ def open_pretrained(config: Config, *, fetch: bool = True) -> Pretrained:
         told = transformers.AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
         raise invalid("model.folder", str(path), f"transformers cannot read its config.json: {_line(error)}") from None
+    told.__dict__.pop("quantization_config", None)
     try:
         words = transformers.AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     except Exception as error:
@@ -238,13 +240,21 @@ def _check_files(config: Config, path: Path) -> None:
     except ValueError as error:
         raise invalid("model.folder", name, f"its config.json is not valid JSON: {error}") from None
     quantised = told.get("quantization_config") if isinstance(told, dict) else None
-    if quantised:
+    # transformers reads GGUF into floating point, and what it then saves keeps the mark.
+    if quantised and quantised.get("quant_method") != "gguf":
         way = quantised.get("quant_method") or "an unnamed method"
         problem = f"expected weights in floating point, found them quantised by {way}"
         instead = 'a folder that is not; adapters.method = "qlora" makes 4 bits of it'
         raise invalid("model.folder", name, problem, instead)
     if (path / "adapter_config.json").is_file():
         raise invalid("model.folder", name, "expected a model, found adapters of PEFT beside it; merge them first")
+    try:
+        with HfSource(path) as source:
+            odd = [f"{key} in {info.dtype}" for key, info in source.tensors.items() if info.dtype not in _FLOATS]
+    except CheckpointError as error:
+        raise invalid("model.folder", name, _line(error)) from None
+    if odd:
+        raise invalid("model.folder", name, f"expected weights in {', '.join(_FLOATS)}, found {odd[0]}")
 
 
 def _refuse_unmatched(model: nn.Module, key: str, wanted: str) -> None:
