@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import functools
+import importlib
+import inspect
 import io
 import re
 import tokenize
@@ -12,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.pure.test_reference import reference
 from tools import words
 
 ROOT = Path(__file__).parents[2]
@@ -122,6 +125,78 @@ def sentences(text: str) -> Iterator[str]:
 def test_a_sentence_has_one_colon(path: Path) -> None:
     """Three clauses around colons are three sentences."""
     assert [said for said in sentences(path.read_text()) if said.count(": ") > 1] == []
+
+
+# Patterns that stop a reader, and that a sentence of this project has no use for.
+PARTICIPLES = (
+    "Accepted Called Checked Compared Counted Exchanged Expected Found Kept Listed Measured Named Printed Promised "
+    "Recognised Refused Registered Seen Sent Shown Skipped Tested Written"
+).split()
+MAY_BE_OF_IT = ("all", "All", "most", "part", "half", "share", "rest", "copies", "outside", "inside", "nothing")
+STOPS = {
+    "a sentence that says who acts, found a participle at its beginning": re.compile(
+        rf"^(?:\* |\d+\. )?(?:{'|'.join(PARTICIPLES)}|Not \w+ed|Not (?:run|seen))\b"
+    ),
+    "the name of what has the part": re.compile("".join(rf"(?<!\b{word} )" for word in MAY_BE_OF_IT) + r"\bof it\b"),
+    "the name of a place": re.compile(r"\bas there\b|\bthere too\b|\bby itself there\b|, there,"),
+}
+# Names of programs, with which a paragraph may begin.
+NAMES = re.compile(r"fullshard|torch|transformers")
+
+
+def stops(text: str) -> list[str]:
+    """What stops a reader of these sentences, with its place."""
+    return [
+        f"expected {wanted}; found {said[max(0, match.start() - 40) : match.end() + 40]!r}"
+        for said in sentences(text)
+        for wanted, expression in STOPS.items()
+        if (match := expression.search(said.strip()))
+    ]
+
+
+def beginnings(text: str) -> list[str]:
+    """Paragraphs that do not begin a sentence, as after code that they continue."""
+    paragraphs = re.split(r"\n\s*\n", blanked(text, r"^ *```+.*?^ *```+$", r"<!--.*?-->").strip())
+    return [
+        one[:60]
+        for one in (each.strip() for each in paragraphs)
+        if re.match(r"\(?[a-z]+[ ,.]", one) and not NAMES.match(one)
+    ]
+
+
+@pytest.mark.parametrize("path", READ, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_nothing_stops_a_reader(path: Path) -> None:
+    text = path.read_text()
+    assert stops(text) == [] and beginnings(text) == []
+
+
+def public_docstrings() -> Iterator[tuple[str, str]]:
+    """(name, docstring) of what the reference shows, methods included."""
+    for title, _, groups in reference.API.values():
+        for group, names in groups.items():
+            module = importlib.import_module(group if group.startswith("fullshard.") else title)
+            for name in names:
+                found = getattr(module, name)
+                inside = vars(found).items() if inspect.isclass(found) else ()
+                for each, value in ((name, found), *inside):
+                    if getattr(value, "__module__", "").startswith("fullshard") and not each.startswith("_"):
+                        yield f"{module.__name__}.{name}.{each}", inspect.getdoc(value) or ""
+
+
+def test_nothing_stops_a_reader_of_the_reference() -> None:
+    read = list(public_docstrings())
+    assert [(name, found) for name, text in read if (found := stops(text))] == [] and len(read) > 200
+
+
+def test_what_stops_a_reader_is_found() -> None:
+    text = (
+        "Refused by name: x. It is kept. All of it, a part of it.\n\n* Not run on a GPU.\n* A copy of it. Go there.\n"
+    )
+    assert [found.rpartition("found ")[2] for found in stops(text)] == [
+        "'Refused by name: x.'", "'* Not run on a GPU.'", "'* A copy of it.'"
+    ]  # fmt: skip
+    assert len(stops("It averages, as there. It does so there too.")) == 2
+    assert beginnings("A:\n\n```sh\nx\n```\n\nruns it.\n\nfullshard runs.\n\n`x` runs.\n") == ["runs it."]
 
 
 def test_sentences_are_found() -> None:

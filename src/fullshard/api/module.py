@@ -322,7 +322,7 @@ class FSDPModule(_Sharded):
             raise TypeError(f"async_op: expected a bool, found {async_op!r}; gathers are asynchronous with either")
 
     def set_symm_mem_for_comm(self, backend: Literal["NCCL"] = "NCCL") -> None:
-        """Not implemented: staging buffers in NCCL's symmetric memory.
+        """Refuse staging buffers in NCCL's symmetric memory.
 
         Raises `RuntimeError` for a backend or process groups other than NCCL, otherwise `NotImplementedError`: it could
         not be tested on a device that supports it.

@@ -65,7 +65,7 @@ def step_on_shards(optimizer: O, *, elementwise: bool = False) -> O:
         Rprop, SGD). It steps plain parameters as usual.
     elementwise: True declares another class elementwise. For one that is not (Muon, Adafactor, LBFGS, Shampoo: their
         update of an element depends on other elements) the result would silently depend on the number of ranks.
-    The optimizer's class becomes a subclass of it; `isinstance` and `type(...).__name__` still work. Applying it again
+    The optimizer gets a subclass of its class; `isinstance` and `type(...).__name__` still work. Applying it again
     does nothing. Raises `TypeError` for an object that is no optimizer and `ValueError` for a class that is not
     elementwise.
     """

@@ -70,7 +70,7 @@ def set_all_reduce_hook(self: object, hook: Callable[[Tensor], None], *, stream:
     gradients: all shards of the unit's trainable parameters in one flat tensor, each padded to the same number of rows
     on every rank and aligned to 16 bytes; reduce dtype. They are summed over all ranks of the mesh, replicas included,
     and divided, except where `float16` or `set_force_sum_reduction_for_comms` divides at the end. The hook may use this
-    view during the call only. Not called for partial sums (`set_requires_all_reduce`). None removes it.
+    view during the call only. Partial sums (`set_requires_all_reduce`) do not call it. None removes it.
 
     stream: the device stream that runs the hook; only without a replicate axis.
     Raises `ValueError` for a unit of several groups, and for a stream with a replicate axis or on a CPU.
@@ -289,8 +289,8 @@ def set_memory_budget(
     gradients: limit on unreduced gradients and both buffers of their messages, kept by waiting for the oldest messages:
         per large gradient where these are sent separately (NCCL), else per unit. The gradients of the computing unit,
         and then their messages, always exist; 0 waits for every message at once. None: no limit in bytes. The number
-        of reductions in flight is limited in any case. Not counted: gradients accumulated by
-        `set_requires_gradient_sync(False)`, and messages between replicas.
+        of reductions in flight is limited in any case. Gradients accumulated by `set_requires_gradient_sync(False)` and
+        messages between replicas do not count.
     resident: keep as many units full between forward and backward as fit (compute dtype, padded), beside those that
         are never resharded after forward. A unit without trainable parameters stays full across steps until it is
         written. 0 or None: none; frees resident units. The choice is made in this call, frozen units first, then the

@@ -388,7 +388,7 @@ def derived_seed(seed: int, step: int, rank: int, purpose: str = "") -> int:
 
 class RandomState:
     """The generators of this process, by step: random state is a function of (seed, step, rank), defined for any world,
-    so none of it has to be stored. It has `state_dict` and `load_state_dict`, and can be saved as it is.
+    so nothing has to be stored. It has `state_dict` and `load_state_dict`, and can be saved as it is.
 
         random = RandomState(seed=0)
         for step in range(start, steps):

@@ -67,7 +67,7 @@ def check_invariants(model: nn.Module, *, every: int = 1) -> InvariantChecks:
 
         fullshard.check_invariants(model, every=100)
 
-    Checked are, at the end of a backward that reduces gradients, for every floating parameter:
+    At the end of a backward that reduces gradients it checks, for every floating parameter:
 
     weights: when full parameters are freed after a forward or backward, they are still what the shards hold now. This
         finds a broken gather, and weights that a step, a load or a user's write made stale.

@@ -251,8 +251,9 @@ class MicroBatches:
         "each": after every piece, in less memory. A window that is not the last of a step needs synchronisation
         switched off by the caller; that setting is respected.
 
-    Not rolled back: other side effects of hooks and forwards (counters in Python, files), and data that `loss_of` draws
-    itself: pass it slices of data drawn before. Batch normalisation sees pieces, so its results depend on their size.
+    Other side effects of hooks and forwards (counters in Python, files) are not rolled back, nor is data that `loss_of`
+    draws itself: pass it slices of data drawn before. Batch normalisation sees pieces, so its results depend on their
+    size.
     """
 
     def __init__(

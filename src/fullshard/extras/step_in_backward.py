@@ -136,7 +136,7 @@ def step_in_backward(model: nn.Module, optimizer: Optimizer, *, elementwise: boo
     A module with a gradient missing at its reduction steps when the backward ends: the gradient may still come.
 
     Operations that need all gradients at once cannot be used: a placeholder stays on `.grad`, and clipping by a global
-    norm, a GradScaler, or any other reader of it raises `RuntimeError`.
+    norm, a GradScaler, and others that read it raise `RuntimeError`.
 
     A failing backward may have stepped some modules. The next forward, and `optimizer.step()`, then raise
     `RuntimeError` with their names, until `accept()` of the returned object is called: each parameter and its state

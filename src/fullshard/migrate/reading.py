@@ -107,7 +107,7 @@ _VALUES: dict[str, dict[Any, Any]] = {
 
 
 def read_config(source: Mapping[str, Any] | ShardingConfig | str | Path | None = None) -> ShardingConfig:
-    """The configuration of a dict, or of a file; None: the defaults. Checked. Raises `ConfigError`.
+    """The configuration of a dict, or of a file; None: the defaults. It is checked; raises `ConfigError`.
 
     >>> read_config({"precision": "PURE", "dp_shard_size": 8}).sharding.data_parallel_shard_degree
     8

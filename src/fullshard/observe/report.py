@@ -237,7 +237,7 @@ def report(model: nn.Module, optimizer: Optimizer | None = None) -> Report:
     optimizer: the optimizer whose state is estimated (for torch's elementwise optimizers) and measured; without one
         these bytes are None.
 
-    Measured figures are those of this rank, now. Raises `ValueError` if nothing in `model` is sharded.
+    What is measured is that of this rank, now. Raises `ValueError` if nothing in `model` is sharded.
     """
     expect_module("model", model)
     expect(
