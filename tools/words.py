@@ -35,9 +35,9 @@ GROUPS: dict[str, str] = {
 READ = ("README", "tutorials", "how-to", "concepts")
 RECORDS = "records"
 DECISIONS = "decisions"
-# The goals are 18,000 and 60,000; pages of pipelines, experts and published runs came after the others were cut.
-BUDGET_READ = 18_300
-BUDGET_ALL = 60_500
+# What a user can be asked to read: a page that grows is cut elsewhere.
+BUDGET_READ = 18_000
+BUDGET_ALL = 60_000
 
 
 def group(path: str) -> str | None:
