@@ -246,7 +246,7 @@ class Reference:
             self.computing, self._casts_again = sound, True
 
     def buffers_for(self, data_rank: int, buffers: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-        """Those of a data rank, of `buffers` by rank; of a pipeline, what all of its stages have."""
+        """Returns those of a data rank, of `buffers` by rank; of a pipeline, what all of its stages have."""
         found: dict[str, Tensor] = {}
         for rank in reversed(self.setting.ranks_of(data_rank)):
             found |= buffers[rank]

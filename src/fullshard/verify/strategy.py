@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fullshard.keys import ConfigError
+from fullshard.migrate import ConfigError
 from fullshard.migrate.parallelism import Parallelism
 from fullshard.migrate.schedules import SCHEDULES, find_schedule, stages_per_rank
 
