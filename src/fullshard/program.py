@@ -34,7 +34,8 @@ def _adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
 
 def shard_blocks(model: nn.Module, fully_shard: Callable[..., Any]) -> None:
     """Shard the blocks of `model`, then the rest: the classes that Hugging Face names in `_no_split_modules`, else the
-    members of the `ModuleList` or `Sequential` with the most parameters. Blocks inside of others, and blocks with a
+    members of the `ModuleList`, `ModuleDict` or `Sequential` with the most parameters, and of others whose members are
+    of one class with modules in it. Blocks inside of others, and blocks with a
     parameter that is tied to one outside, belong to what is around them."""
     for block in blocks_apart(model):
         fully_shard(block)
@@ -47,9 +48,28 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
     blocks = [module for module in model.modules() if type(module).__name__ in named and module is not model]
     if blocks:
         return blocks
-    lists = [module for module in model.modules() if isinstance(module, (nn.ModuleList, nn.Sequential))]
+    kinds = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+    lists = [module for module in model.modules() if isinstance(module, kinds)]
     largest = max(lists, key=lambda found: sum(p.numel() for p in found.parameters()), default=None)
-    return [child for child in largest or () if next(child.parameters(), None) is not None and child is not model]
+    if largest is None:
+        return []
+    chosen = _members(largest)
+    inside = {module for child in chosen for module in child.modules()}
+    for other in lists:
+        if other is not largest and not inside.intersection(other.modules()) and _are_blocks(_members(other)):
+            chosen += _members(other)
+            inside.update(other.modules())
+    places = {module: place for place, module in enumerate(model.modules())}
+    return sorted((child for child in chosen if child is not model), key=places.__getitem__)
+
+
+def _members(found: nn.Module) -> list[nn.Module]:
+    return [child for child in found.children() if next(child.parameters(), None) is not None]
+
+
+def _are_blocks(members: list[nn.Module]) -> bool:
+    """Whether they are of one class, with modules in it: the other half of an encoder and a decoder, not a head."""
+    return len(members) > 1 and len({type(child) for child in members}) == 1 and any(members[0].children())
 
 
 def blocks_apart(model: nn.Module) -> list[nn.Module]:

@@ -83,6 +83,40 @@ def test_prepare_chooses_the_blocks_that_plans_choose(name: str) -> None:
     assert found[0] == found[1] and len(found[0]) == len(corpus_model(name, tiny=True).units) + 1
 
 
+class _Named(nn.Module):
+    """Layers by name, as torchtitan has them, and a head that is no blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(40, 16)
+        self.layers = nn.ModuleDict({str(i): nn.TransformerEncoderLayer(16, 2, 32) for i in range(3)})
+        self.head = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 40))
+
+
+@pytest.mark.parametrize(
+    ("make", "blocks"),
+    [
+        (
+            lambda: nn.Transformer(16, 2, 2, 3, 32, batch_first=True),
+            [*("encoder.layers." + i for i in "01"), *("decoder.layers." + i for i in "012")],
+        ),
+        (_Named, ["layers.0", "layers.1", "layers.2"]),
+    ],
+)
+def test_blocks_of_models_that_name_no_class(make: Any, blocks: list[str]) -> None:
+    found = []
+    for default in (True, False):
+        with fake_world(2):
+            model = make()
+            if default:
+                shard_blocks(model, fully_shard)
+            else:
+                keys = {"wrap": {"group_ends": False}}
+                prepare_fully_shard(model, torch.optim.SGD(model.parameters()), keys, show=False)
+            found.append([dotted for dotted, module in model.named_modules() if hasattr(module, "unshard") and dotted])
+    assert found == [blocks, blocks]
+
+
 def test_there_are_forty_families_of_five_kinds() -> None:
     assert len(FAMILIES) >= 40
     assert {family.kind for family in FAMILIES.values()} >= {"text", "pair", "image", "speech", "whisper"}
