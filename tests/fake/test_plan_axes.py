@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from fullshard import Program
 from fullshard.cli import main
 from fullshard.migrate.declared import noted_by
 from fullshard.migrate.parallelism import Parallelism
-from fullshard.plan import Strategy, units_of
+from fullshard.plan import Planner, Strategy, units_of
 from fullshard.plan.description import Model
 from fullshard.plan.facts import describe
 from fullshard.plan.simulation import simulate
@@ -163,3 +164,20 @@ def test_speed_and_mfu_count_a_token_once(capsys: pytest.CaptureFixture[str]) ->
 
 def test_the_config_s_own_section(capsys: pytest.CaptureFixture[str]) -> None:
     assert "[parallelism]" in planned(capsys, EXAMPLE, "--ranks", "8", "--tensor-parallel", "2")[2]
+
+
+def test_the_search_tries_the_degrees_that_divide_the_model(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Four ranks, four query heads, two key and value heads, no experts; batches with a length of their own."""
+    tried, divided = [], Planner._divided
+
+    def noted(self: Planner, asked: Strategy) -> Iterator[tuple[Planner, Strategy]]:
+        for planner, strategy in divided(self, asked):
+            tried.append((strategy.tensor, strategy.context, strategy.experts))
+            yield planner, strategy
+
+    monkeypatch.setattr(Planner, "_divided", noted)
+    code, out, error = planned(capsys, f"{__name__}:small", "--ranks", "4", "--search")
+    assert (code, error) == (0, "") and tried == [(2, 1, 1)]
+    assert "what fits, the fastest first" in out

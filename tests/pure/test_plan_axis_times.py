@@ -6,11 +6,12 @@ from dataclasses import replace
 
 import pytest
 
-from fullshard.plan import Strategy, units_of
+from fullshard.plan import Planner, Strategy, units_of
 from fullshard.plan.account import Simulated
 from fullshard.plan.clock import whole_nbytes
 from fullshard.plan.description import MESSAGE, OUTSIDE, WAIT, Kind, Line, Model, Parameter, Tape, UnitShape
 from fullshard.plan.machine import Hardware
+from fullshard.plan.search import Change, Describe, degrees
 from fullshard.plan.simulation import simulate
 from fullshard.plan.spans import Message, Work, scaled, steps_of
 from tests.pure.test_plan import PLAIN
@@ -142,3 +143,49 @@ def test_layers_shared_inside_of_a_node_are_faster_than_over_nodes() -> None:
 def test_bytes_of_a_message_are_those_of_its_collective() -> None:
     assert whole_nbytes(Message(Work(), "ep", "all_to_all of tokens", 700.0), 8) == ("all-to-all", 800.0)
     assert whole_nbytes(Message(Work(), "tp", "all_to_all_single", 800.0), 8) == ("all-to-all", 800.0)
+
+
+# ---- search ----------------------------------------------------------------------------------------------------------
+
+
+def test_other_degrees_have_the_same_samples_of_all_ranks_and_stay_in_a_node() -> None:
+    asked = Strategy(16, tensor=2, micro=2, accumulate=3)
+    found = list(degrees(asked, node=8))
+    assert {s.tensor for s in found} == {1, 2, 4, 8} and max(s.context for s in found) == 8
+    for s in found:
+        share = s.ranks // s.tensor // s.context
+        assert s.micro * s.accumulate * share == 6 * 8, s
+        assert [s.tensor != 2, s.context != 1, s.experts != 1].count(True) == 1, "one axis at a time"
+    # Seven samples of two ranks that share a layer cannot be those of four that do not.
+    assert all(s.tensor != 1 for s in degrees(Strategy(8, tensor=4, micro=3), node=8) if s.context == 1)
+
+
+def searched(legal: dict[tuple[int, int, int], int], hardware: Hardware, **given: float) -> list[Change]:
+    """What fits of 4 ranks, where the legal degrees have so many operations of a sample."""
+
+    def described(work: int) -> Describe:
+        return lambda samples, *_: model_of(("aten.mm", work), samples=samples)
+
+    def divide(asked: tuple[int, int, int]) -> Describe | None:
+        return described(legal[asked]) if asked in legal else None
+
+    planner = Planner(described(1000), hardware, divide=divide, **given)  # type: ignore[arg-type]
+    return planner.search(Strategy(4, optimizer="none", compute="float32"))
+
+
+def test_the_search_tries_legal_degrees_alone_and_names_them() -> None:
+    # Of four samples that two ranks have, each has half of the operations of a sample; of `cp` it would be a quarter.
+    found = searched({(2, 1, 1): 100}, PLAIN)
+    assert found[0].says.startswith("TP 2") and found[0].plan.strategy.tensor == 2
+    assert {s.plan.strategy.tensor for s in found} == {1, 2}
+    assert {s.plan.strategy.context for s in found} == {s.plan.strategy.experts for s in found} == {1}
+    # Where it is not faster, what was asked for comes first, and each answer has its memory and its margin.
+    slower = searched({(2, 1, 1): 1000}, PLAIN)
+    assert slower[0].says == "as asked for" or slower[0].plan.strategy.tensor == 1
+    assert all(s.plan.fits and s.plan.spare_nbytes >= s.plan.margin_nbytes for s in found)
+
+
+def test_among_equally_fast_plans_that_with_the_fewest_changes_is_first() -> None:
+    found = searched({(2, 1, 1): 1000 // 2}, replace(PLAIN, intra_node=1e12, inter_node=1e12))
+    assert [change.count for change in found] == sorted(change.count for change in found)
+    assert found[0].says == "as asked for"

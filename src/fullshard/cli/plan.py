@@ -6,7 +6,7 @@ import argparse
 import json
 import sys
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from fullshard.migrate.parallelism import Parallelism
     from fullshard.plan import Plan, Planner, Strategy
     from fullshard.plan.machine import Hardware
+    from fullshard.plan.search import Describe
     from fullshard.program import Program
 
 _EXAMPLES = """\
@@ -143,25 +144,34 @@ def _run(arguments: argparse.Namespace) -> int:
         raise ValueError("expected a SOURCE to plan, found none")
     if arguments.hardware == "here":
         hardware = replace(measured_cpu(hardware), memory=physical_nbytes() / arguments.ranks)
-    programs, strategy, about = _source(arguments, hardware.backend)
-    made: dict[int | None, Program] = {}
+    asked = _source(arguments, hardware.backend)
+    strategy, about = asked.strategy, asked.about
     keep = [name.strip() for name in (arguments.keep_float32 or "").split(",") if name.strip()]
 
-    def described(samples: int, sequence: int | None, compute: str, alone: bool, recompute: Any) -> Any:
-        if sequence not in made:
-            made[sequence] = programs(sequence)
-        sizes: dict[str, Any] = {"samples": samples, "compute": compute, "alone": alone, "keep_float32": keep}
-        sizes |= {"tensor": strategy.tensor, "shared": strategy.context > 1 or strategy.experts > 1}
-        sizes["on_cpu"] = hardware.blocking
-        return describe(made[sequence], arguments.source, recompute=recompute, **sizes)
+    def describer(programs: Callable[[int | None], Program], tensor: int, context: int, experts: int) -> Describe:
+        made: dict[int | None, Program] = {}
+
+        def described(samples: int, sequence: int | None, compute: str, alone: bool, recompute: Any) -> Any:
+            if sequence not in made:
+                made[sequence] = programs(sequence)
+            sizes: dict[str, Any] = {"samples": samples, "compute": compute, "alone": alone, "keep_float32": keep}
+            sizes |= {"tensor": tensor, "shared": context > 1 or experts > 1, "on_cpu": hardware.blocking}
+            return describe(made[sequence], arguments.source, recompute=recompute, **sizes)
+
+        return described
+
+    def divide(degrees: tuple[int, int, int]) -> Describe | None:
+        programs = asked.divided(*degrees)
+        return None if programs is None else describer(programs, *degrees)
 
     planner = Planner(
-        described,
+        describer(asked.programs, strategy.tensor, strategy.context, strategy.experts),
         hardware,
         budget=None if arguments.budget is None else arguments.budget * 1e9,
         host_budget=None if arguments.host_budget is None else arguments.host_budget * 1e9,
         sequence=arguments.sequence,
         failure_hours=arguments.failures or FAILURE_HOURS,
+        divide=divide,
     )
     if arguments.compare is not None:
         return _compare(planner.plan(strategy), arguments)
@@ -285,8 +295,57 @@ def _enough(planner: Planner, strategy: Strategy) -> str:
     )
 
 
-def _source(arguments: argparse.Namespace, backend: str) -> tuple[Callable[[int | None], Program], Strategy, list[str]]:
-    """The programs of SOURCE by length of sequence, the strategy that was asked for, and what its axes mean."""
+@dataclass(frozen=True)
+class _Asked:
+    """The programs of SOURCE by length of sequence, the strategy that was asked for, and what its axes mean. `whole`:
+    the programs before they are divided, None where SOURCE divides its model itself; `plan`: the declaration."""
+
+    programs: Callable[[int | None], Program]
+    strategy: Strategy
+    about: list[str]
+    whole: Callable[[int | None], Program] | None
+    plan: Parallelism
+    length: int | None
+    has_own_length: bool = False
+
+    def divided(self, tensor: int, context: int, experts: int) -> Callable[[int | None], Program] | None:
+        """The programs with other degrees, without replicas; None where the model or the ranks do not allow these."""
+        import torch
+
+        from fullshard.migrate.declared import broken_rules
+
+        if self.whole is None or (self.has_own_length and context > 1):
+            return None
+        cuts = tensor > 1
+        plan = replace(
+            self.plan,
+            tensor_parallel_degree=tensor,
+            context_parallel_degree=context,
+            context_parallel_variant=self.plan.context_parallel_variant if context > 1 else "auto",
+            expert_parallel_degree=experts,
+            expert_tensor_parallel_degree=1,
+            data_parallel_replicate_degree=1,
+            data_parallel_shard_degree=-1,
+            enable_sequence_parallel=self.plan.enable_sequence_parallel if cuts else "auto",
+            enable_loss_parallel=self.plan.enable_loss_parallel and cuts,
+            styles=self.plan.styles if cuts or experts > 1 else (),
+        )
+        with torch.device("meta"):
+            model = self.whole(self.length).model()
+        if broken_rules(model, plan, self.strategy.ranks, sequence=_length_of(self.whole(self.length)))[0]:
+            return None
+        return _divided(self.whole, plan, self.strategy.ranks, self.length)[0]
+
+
+def _length_of(program: Program) -> int:
+    """The tokens of a sequence; 0 if a batch does not say."""
+    from fullshard.plan.tape import tensors_in
+
+    first = next(tensors_in([program.batch(0)]), None)
+    return int(first.shape[1]) if first is not None and first.ndim == 2 else 0
+
+
+def _source(arguments: argparse.Namespace, backend: str) -> _Asked:
     from fullshard.plan import Strategy
     from fullshard.plan.facts import samples_of
     from fullshard.program import ProgramError, find_program
@@ -305,7 +364,12 @@ def _source(arguments: argparse.Namespace, backend: str) -> tuple[Callable[[int 
         config.check_world(arguments.ranks)
         programs, strategy = programs_of(config, arguments.ranks), strategy_of(config, arguments.ranks, backend)
         about = _about(programs(None), config.sharding.parallel, arguments.ranks, config.training.sequence_length)
-        return programs, _with_dials(strategy, arguments), about
+        parts, length = config.axes(arguments.ranks).cp, config.training.sequence_length
+
+        def whole(sequence: int | None) -> Program:
+            return replace(programs((sequence or length) * parts), parallelize=None)
+
+        return _Asked(programs, _with_dials(strategy, arguments), about, whole, config.sharding.parallel, length)
     if source in shapes.NAMED:
         programs = lambda sequence: shapes.named(source, sequence)  # noqa: E731
     elif source.endswith(".json") or (path / "config.json").is_file():
@@ -325,6 +389,7 @@ def _source(arguments: argparse.Namespace, backend: str) -> tuple[Callable[[int 
         )
     plan = parallelism_of(arguments)
     own = ":" in source and found.parallelize is not None
+    undivided = None if own else programs
     programs, length = _divided(programs, plan, arguments.ranks, arguments.sequence)
     length = 0 if ":" in source else length  # its model may get a part of the batch
     about = _about(programs(length or None), plan, arguments.ranks, length, own=own)
@@ -339,7 +404,9 @@ def _source(arguments: argparse.Namespace, backend: str) -> tuple[Callable[[int 
     )
     if backend != "gloo":
         strategy = replace(strategy, compute="bfloat16", reduce="float32")
-    return programs, _with_dials(strategy, arguments), about
+    has_own_length = ":" in source
+    strategy = _with_dials(strategy, arguments)
+    return _Asked(programs, strategy, about, undivided, plan, arguments.sequence, has_own_length)
 
 
 def _divided(
@@ -348,13 +415,12 @@ def _divided(
     """The programs of one rank along `tp`, `cp` and `ep`; and the tokens of a whole sequence, 0 if a batch does not
     say."""
     from fullshard.migrate.declared import noted_by
-    from fullshard.plan.tape import note, tensors_in
+    from fullshard.plan.tape import note
 
     if not plan.beyond_data:
         return programs, sequence or 0
     shared = ranks // plan.data_parallel_replicate_degree
-    first = next(tensors_in([programs(sequence).batch(0)]), None)
-    whole = int(first.shape[1]) if first is not None and first.ndim == 2 else 0
+    whole = _length_of(programs(sequence))
 
     def made(length: int | None) -> Program:
         length = length or (whole if plan.context_parallel_degree > 1 else None)

@@ -173,10 +173,11 @@ def _precision(planner: Planner, asked: Strategy) -> Answer:
 
 
 def _hsdp(planner: Planner, asked: Strategy) -> Answer:
-    degrees = [asked.ranks // n for n in reversed(sharing(asked.ranks, planner.hardware.node))]
+    ranks, node = asked.ranks // asked.tensor, max(planner.hardware.node // asked.tensor, 1)
+    degrees = [ranks // n for n in reversed(sharing(ranks, node)) if n % asked.context == 0]
     reshard = asked.reshard if isinstance(asked.reshard, bool) else True
     variants = [(n, replace(asked, replicas=n, reshard=reshard)) for n in degrees]
-    return _rows(planner, [(f"{n} replicas of {asked.ranks // n} ranks", strategy) for n, strategy in variants])
+    return _rows(planner, [(f"{n} replicas of {ranks // n} ranks", strategy) for n, strategy in variants])
 
 
 def _smaller_mesh(planner: Planner, asked: Strategy) -> Answer:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import product
+from math import gcd, lcm
 
 from .description import Model
 from .machine import Hardware
@@ -17,6 +18,11 @@ Ways = str | tuple[str, ...]
 # (samples, sequence length or None, compute dtype, whether the model is one unit, ways of recomputation that the tape
 # has to know) -> the model as data
 Describe = Callable[[int, int | None, str, bool, Ways], Model]
+
+
+# (ranks along `tp`, along `cp`, and over which experts are divided) -> the model as data of one of them, None where the
+# model or the ranks do not allow these degrees
+Divide = Callable[[tuple[int, int, int]], Describe | None]
 
 
 @dataclass(frozen=True)
@@ -41,8 +47,11 @@ class Planner:
         host_budget: float | None = None,
         sequence: int | None = None,
         failure_hours: float = FAILURE_HOURS,
+        divide: Divide | None = None,
     ) -> None:
+        """`divide`: for a search with other degrees of the axes beside data parallelism; None: there is none."""
         self.describe = describe
+        self.divide = divide
         self.hardware = hardware
         self.budget = hardware.memory if budget is None else budget
         self.host_budget = hardware.host_memory if host_budget is None else host_budget
@@ -100,54 +109,83 @@ class Planner:
         """Everything that fits, the fastest first; among plans within one percent of each other, that with the fewest
         changes. Samples of a step stay the same. The host is used only if nothing fits without it: first for
         activations, then for shards and state, then for both. `meshes`: on every mesh, and not on three alone
-        (`candidates`), which takes a third of the time."""
+        (`candidates`), which takes a third of the time; and with other degrees (`degrees`), one axis at a time, with
+        each recomputation and micro-batch."""
         device = not self.hardware.blocking
         hosts = device and not asked.hosts_activations
         offloads = (False, True) if device and not asked.offload else (asked.offload,)
+        planners = [(self, asked), *(self._divided(asked) if meshes else ())]
         for offload, moved in product(offloads, (False, True)[: 1 + hosts]):
-            found = self._fitting(asked, offload, moved or asked.hosts_activations, meshes)
+            found = []
+            for planner, strategy in planners:
+                # Activations of divided layers are not planned on the host.
+                hosted = (moved or asked.hosts_activations) and strategy.tensor == 1
+                if moved and not hosted:
+                    continue
+                tried = candidates(strategy, self.hardware.node, meshes=meshes)
+                if strategy is not asked:
+                    tried = (each for each in tried if (each.replicas, each.reshard) == (1, strategy.reshard))
+                found += planner._fitting(asked, tried, offload, hosted)
             if found:
-                return found
+                return ranked_by_time(found)
         return []
 
-    def _fitting(self, asked: Strategy, offload: bool, hosted: bool, meshes: bool) -> list[Change]:
+    def _divided(self, asked: Strategy) -> Iterator[tuple[Planner, Strategy]]:
+        """What was asked for with another degree of one axis, and as many samples of all ranks; with a planner of a
+        model divided so."""
+        for strategy in degrees(asked, self.hardware.node) if self.divide is not None else ():
+            assert self.divide is not None
+            described = self.divide((strategy.tensor, strategy.context, strategy.experts))
+            if described is not None:
+                yield (
+                    Planner(
+                        described,
+                        self.hardware,
+                        budget=self.budget,
+                        host_budget=self.host_budget,
+                        sequence=self.sequence,
+                        failure_hours=self.failure_hours,
+                    ),
+                    strategy,
+                )
+
+    def _fitting(self, asked: Strategy, tried: Iterable[Strategy], offload: bool, hosted: bool) -> list[Change]:
         found = []
-        for strategy in candidates(asked, self.hardware.node, meshes=meshes):
+        for strategy in tried:
             ways = strategy.recompute
             assert isinstance(ways, str)
-            tried = replace(strategy, offload=offload, recompute=on_host(ways) if hosted else ways)
+            one = replace(strategy, offload=offload, recompute=on_host(ways) if hosted else ways)
             try:
-                if self._cannot_fit(tried):
+                if self._cannot_fit(one):
                     continue
-                plan = self.estimate(tried)
+                plan = self.estimate(one)
             except ValueError:
                 continue  # a degree that does not divide
             if plan.fits:
-                says = differences(asked, plan.strategy)
-                found.append(Change(plan, ", ".join(says) or "as asked for", len(says)))
+                found.append(_beside(asked, plan))
         if not found:
             return []
         found += [self._even(asked, change) for change in found if change.plan.curable]
-        best = min(change.plan.seconds for change in found)
-        return sorted(found, key=lambda c: (round(c.plan.seconds / best / 0.01), c.count, c.plan.peak_nbytes))
+        return ranked_by_time(found)
 
     def _even(self, asked: Strategy, change: Change) -> Change:
         """The same with the placement that a line about padding recommends. It has fewer bytes, so it fits."""
-        plan = self.estimate(replace(change.plan.strategy, even=True))
-        says = differences(asked, plan.strategy)
-        return Change(plan, ", ".join(says), len(says))
+        return _beside(asked, self.estimate(replace(change.plan.strategy, even=True)))
 
     def least_ranks(self, asked: Strategy, most: int = 1 << 20) -> Plan | None:
         """The plan with the fewest ranks that fits, of the same strategy and replicas; None up to `most` ranks. Fewer
         ranks hold more each."""
 
+        # Each shares a layer, a sequence and experts with as many as before.
+        together = asked.replicas * lcm(asked.tensor * asked.context, asked.experts)
+
         def at(groups: int) -> Plan:
-            return self.estimate(replace(asked, ranks=groups * asked.replicas))
+            return self.estimate(replace(asked, ranks=groups * together))
 
         high = 1
         while not at(high).fits:
             high *= 2
-            if high * asked.replicas > most:
+            if high * together > most:
                 return None
         low = high // 2
         while high - low > 1:
@@ -173,11 +211,17 @@ def candidates(asked: Strategy, node: int, *, meshes: bool = True) -> Iterator[S
     `asked`, without replicas, and with the parameters in each node."""
     samples = asked.micro * asked.accumulate
     micros = [n for n in range(1, samples + 1) if samples % n == 0]
-    few = [node] if asked.ranks % node == 0 else []
-    shared = sharing(asked.ranks, node) if meshes else few
-    replicas = sorted({1, asked.replicas, *(asked.ranks // n for n in shared)})
+    # Of the ranks that have the same part of each layer so many are in a node.
+    ranks, node = asked.ranks // asked.tensor, max(node // asked.tensor, 1)
+    few = [node] if ranks % node == 0 else []
+    shared = sharing(ranks, node) if meshes else few
+    replicas = sorted({1, asked.replicas, *(ranks // n for n in shared)})
+    if asked.experts > 1:
+        replicas = [asked.replicas]  # the model has the experts of so many ranks
     for copies, recompute, micro in product(replicas, (NONE, SELECTIVE, WHOLE), micros):
-        shard = asked.ranks // copies
+        shard = ranks // copies
+        if shard % asked.context or shard * asked.tensor % asked.experts:
+            continue
         # Gradients of several micro-batches stay whole on every rank, unless each is reduced.
         for reshard, each in product(_reshards(shard, node), (False, True) if micro < samples else (asked.send_each,)):
             yield replace(
@@ -189,6 +233,50 @@ def candidates(asked: Strategy, node: int, *, meshes: bool = True) -> Iterator[S
                 accumulate=samples // micro,
                 send_each=each,
             )
+
+
+def degrees(asked: Strategy, node: int) -> Iterator[Strategy]:
+    """`asked` with another degree of one axis, inside of a node, and as many samples of a step of all ranks; none where
+    these cannot be divided so.
+
+    >>> [(s.tensor, s.micro, s.accumulate) for s in degrees(Strategy(8, micro=2), 4) if s.context == s.experts == 1]
+    [(2, 2, 2), (4, 2, 4)]
+    """
+    samples = asked.micro * asked.accumulate
+    own = asked.tensor, asked.context, asked.experts
+    for place, most in enumerate((node, node, asked.ranks)):
+        for degree in (n for n in range(1, most + 1) if asked.ranks % n == 0 and n != own[place]):
+            changed = [*own]
+            changed[place] = degree
+            tensor, context, experts = changed
+            every, left = divmod(samples * tensor * context, asked.tensor * asked.context)
+            if left:
+                continue
+            micro = gcd(asked.micro, every)
+            try:
+                yield replace(
+                    asked,
+                    replicas=1,
+                    reshard=bool(asked.reshard),
+                    tensor=tensor,
+                    context=context,
+                    experts=experts,
+                    micro=micro,
+                    accumulate=every // micro,
+                )
+            except ValueError:
+                continue  # it does not divide the ranks
+
+
+def ranked_by_time(changes: list[Change]) -> list[Change]:
+    """The fastest first; within one percent of each other, that with the fewest changes."""
+    best = min(change.plan.seconds for change in changes)
+    return sorted(changes, key=lambda c: (round(c.plan.seconds / best / 0.01), c.count, c.plan.peak_nbytes))
+
+
+def _beside(asked: Strategy, plan: Plan) -> Change:
+    says = differences(asked, plan.strategy)
+    return Change(plan, ", ".join(says) or "as asked for", len(says))
 
 
 def sharing(ranks: int, node: int) -> list[int]:
@@ -212,7 +300,11 @@ def _reshards(shard: int, node: int) -> list[bool | int]:
 
 def differences(asked: Strategy, other: Strategy) -> list[str]:
     """Says in words what another strategy changes."""
-    found = []
+    found = [
+        f"{name} {getattr(other, axis)}" if getattr(other, axis) > 1 else f"no {name}"
+        for axis, name in (("tensor", "TP"), ("context", "CP"), ("experts", "EP"))
+        if getattr(other, axis) != getattr(asked, axis)
+    ]
     if other.micro != asked.micro or other.accumulate != asked.accumulate:
         found.append(f"micro-batch {other.micro} x {other.accumulate}")
     if other.accumulate > 1 and other.send_each != asked.send_each:
