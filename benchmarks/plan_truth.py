@@ -1,6 +1,7 @@
 """The planner's predictions beside published and measured figures.
 
     python -m benchmarks.plan_truth              every line of published_runs.toml: speed, and memory where it is stated
+    python -m benchmarks.plan_truth --axes       those of sources that divide layers or sequences; the others without it
     python -m benchmarks.plan_truth --fit        and the shares of each hardware that its fitted lines have
     python -m benchmarks.plan_truth --write benchmarks/plan_truth_DATE.md    and the document
     python -m benchmarks.plan_truth --measure    and steps of plain models on this CPU, and the time of two plans
@@ -22,7 +23,7 @@ import sys
 import time
 import tomllib
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from hashlib import sha256
 from itertools import product
@@ -35,9 +36,12 @@ import torch
 
 from benchmarks import mpt
 from benchmarks.common import facts
+from fullshard.migrate.declared import noted_by
+from fullshard.migrate.parallelism import Parallelism
 from fullshard.plan import Plan, Planner, Strategy, find_hardware
 from fullshard.plan.facts import describe, measured_cpu
 from fullshard.plan.search import Describe
+from fullshard.plan.tape import note
 from fullshard.program import Program
 from fullshard.train import shapes
 from fullshard.train.model import Llama, LlamaShape
@@ -76,6 +80,12 @@ def published() -> list[tuple[dict[str, Any], str]]:
     return [(run, half_of(run)) for run in tomllib.loads(FILE.read_text())["run"]]
 
 
+def unasked() -> list[dict[str, str]]:
+    """Lines of the file that cannot be planned, each with the reason."""
+    found: list[dict[str, str]] = tomllib.loads(FILE.read_text())["unasked"]
+    return found
+
+
 def half_of(run: dict[str, Any]) -> str:
     if run.get("later"):
         return LATER
@@ -88,6 +98,7 @@ def name_of(run: dict[str, Any]) -> str:
     also = [f"HSDP {run.get('replicas')}"] * ("replicas" in run and run["replicas"] > 1) + ["bf16 states"] * bool(
         run.get("storage")
     )
+    also += [f"{name} {run[key]}" for key, name in (("tensor", "TP"), ("context", "CP")) if key in run]
     also += [name for name in ("compiled", "float8") if run.get(name)]
     return (
         f"{run['model']}, {run['sequence']:,} tokens, {run['devices']} x {run['hardware']}, micro {run['micro']}"
@@ -109,18 +120,25 @@ def strategy_of(run: dict[str, Any]) -> Strategy:
         recompute=run["recompute"],
         compiled=run.get("compiled", False),
         float8=run.get("float8", False),
+        tensor=run.get("tensor", 1),
+        context=run.get("context", 1),
     )
 
 
-_planners: dict[tuple[str, int], Planner] = {}
+_planners: dict[tuple[str, int, Parallelism], Planner] = {}
 
 
 def planner_of(run: dict[str, Any]) -> Planner:
     """One for each model and length: a model is described once."""
     model, length = run["model"], run["sequence"]
-    key = (model, length)
+    plan = parallelism_of(run)
+    key = (model, length, plan)
     if key not in _planners:
-        _planners[key] = Planner(_describe(lambda sequence: program_of(model, length)), find_hardware(run["hardware"]))
+        part = program_of(model, length // plan.context_parallel_degree)
+        if plan.beyond_data:
+            shared = plan.tensor_parallel_degree * plan.context_parallel_degree
+            part = replace(part, parallelize=noted_by(plan, shared, note))
+        _planners[key] = Planner(_describe(lambda sequence: part, plan), find_hardware(run["hardware"]))
     planner = _planners[key]
     hardware = find_hardware(run["hardware"])
     planner.hardware = replace(hardware, node=run.get("node", hardware.node))
@@ -128,6 +146,17 @@ def planner_of(run: dict[str, Any]) -> Planner:
     return planner
 
 
+def parallelism_of(run: dict[str, Any]) -> Parallelism:
+    """The declaration of a run. Heads are exchanged along `cp` where the source gathers keys and values: this library
+    has no such attention."""
+    return Parallelism(
+        tensor_parallel_degree=run.get("tensor", 1),
+        context_parallel_degree=run.get("context", 1),
+        enable_loss_parallel=run.get("loss_parallel", False),
+    )
+
+
+_DATA = Parallelism()
 # A shape of one source alone: 14.84B parameters, as it says.
 _KEMPNER_13B = LlamaShape(128256, 40, 5120, 40, 8, 17920, 8192, tie_embeddings=False)
 
@@ -138,8 +167,16 @@ def program_of(model: str, length: int) -> Program:
     return shapes.language_model(_KEMPNER_13B, length) if model == "llama-13b-gqa" else shapes.named(model, length)
 
 
-def compared() -> list[Compared]:
-    return [Compared(run, half, planner_of(run).estimate(strategy_of(run))) for run, half in published()]
+def has_axes(run: dict[str, Any]) -> bool:
+    """Whether a run belongs to a table over degrees of TP or CP."""
+    return "tensor" in run or "context" in run
+
+
+def compared(*, axes: bool) -> Iterator[Compared]:
+    """Each line that has axes beside data parallelism, or has not, with its plan."""
+    for run, half in published():
+        if has_axes(run) is axes:
+            yield Compared(run, half, planner_of(run).estimate(strategy_of(run)))
 
 
 def fit(rows: Iterable[Compared]) -> dict[str, tuple[float, ...]]:
@@ -246,9 +283,16 @@ def timed(repeats: int = 3) -> list[dict[str, object]]:
     return rows
 
 
-def _describe(programs: Callable[[int | None], Program]) -> Describe:
+def _describe(programs: Callable[[int | None], Program], plan: Parallelism = _DATA) -> Describe:
     return lambda samples, sequence, compute, alone, recompute: describe(
-        programs(sequence), "model", samples=samples, compute=compute, alone=alone, recompute=recompute
+        programs(sequence),
+        "model",
+        samples=samples,
+        compute=compute,
+        alone=alone,
+        recompute=recompute,
+        tensor=plan.tensor_parallel_degree,
+        shared=plan.context_parallel_degree > 1,
     )
 
 
@@ -286,8 +330,25 @@ def summary(rows: list[Compared]) -> list[str]:
     return lines
 
 
-def document(rows: list[Compared]) -> str:
+def document(rows: list[Compared], *, axes: bool) -> str:
     """The dated document."""
+    if axes:
+        head = """\
+# Published runs over several axes beside their plans
+
+Written by `python -m benchmarks.plan_truth --axes --write`, from the lines of `benchmarks/published_runs.toml` whose
+ranks share layers (TP) or sequences (CP). Nothing was fitted to them: they were found after the shares of the hardware,
+and the times along axes were written before they were compared. No line was left out. Speed is of one device. Along CP
+the source gathers keys and values, and the plan exchanges heads.
+
+"""
+        rest = [
+            "",
+            "Not compared:",
+            "",
+            *(f"* {each['line']} ({each['source']}): {each['because']}" for each in unasked()),
+        ]
+        return head + "\n".join([*table(rows), "", *summary(rows), *rest, ""])
     ran = [row for row in rows if not row.plan.fits]
     head = """\
 # Published runs beside their plans
@@ -318,12 +379,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--fit", action="store_true")
     parser.add_argument("--measure", action="store_true")
+    parser.add_argument("--axes", action="store_true", help="the lines whose ranks share layers or sequences alone")
     parser.add_argument("--write", metavar="FILE", type=Path)
     arguments = parser.parse_args()
-    rows = compared()
-    print("\n".join([*table(rows), "", *summary(rows)]))
+    rows = []
+    for row in compared(axes=arguments.axes):
+        rows.append(row)
+        print(table([row])[-1], flush=True)
+    print("\n".join(["", *summary(rows)]))
     if arguments.write:
-        arguments.write.write_text(document(rows))
+        arguments.write.write_text(document(rows, axes=arguments.axes))
     if arguments.fit:
         print("\n| hardware | matmul, attention, stream; of compiled ones: fused |\n|---|---|")
         for name, shares in fit(rows).items():
