@@ -64,7 +64,7 @@ def run_table(table: Sequence[Sequence[Action]], costs: Mapping[int, Costs] | Co
     at, now, busy = [0] * len(table), [0.0] * len(table), [0.0] * len(table)
 
     def needs(action: Action) -> tuple[tuple[Action, bool], ...]:
-        """What has to be there before, and whether it comes from another stage."""
+        """Returns what has to be there before, and whether it comes from another stage."""
         kind, stage, micro = action
         own = (Action(FORWARD, stage, micro), False)
         if kind == FORWARD:

@@ -131,8 +131,8 @@ class Planner:
         return []
 
     def _divided(self, asked: Strategy) -> Iterator[tuple[Planner, Strategy]]:
-        """What was asked for with another degree of one axis, and as many samples of all ranks; with a planner of a
-        model divided so."""
+        """Yields what was asked for with another degree of one axis, and as many samples of all ranks; with a planner
+        of a model divided so."""
         for strategy in degrees(asked, self.hardware.node) if self.divide is not None else ():
             assert self.divide is not None
             described = self.divide((strategy.tensor, strategy.context, strategy.experts))
