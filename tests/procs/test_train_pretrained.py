@@ -25,13 +25,14 @@ from fullshard import checkpoint
 from fullshard.train.config import Config, ConfigError, load_config
 from fullshard.train.data import SampleOrder, read_corpus, tokenize, windows
 from fullshard.train.folder import make_run_dir
-from fullshard.train.loop import Trainer, learning_rate
+from fullshard.train.loop import Trainer
 from fullshard.train.metrics import read_metrics
-from fullshard.train.model import adamw
+from fullshard.train.optimizers import adamw
 from fullshard.train.pretrained import check_pretrained_folder, open_pretrained, opened_on_all
 from fullshard.train.process import world_of
 from fullshard.train.run import train
 from fullshard.train.sample import generate, load_run
+from fullshard.train.schedules import learning_rate
 from tests.harness import tolerance
 from tests.harness.models import seeded
 from tests.harness.packages import offline
@@ -170,7 +171,7 @@ def _plain(
     losses, norms = [], []
     for step in range(STEPS):
         for group in optimizer.param_groups:
-            group["lr"] = learning_rate(config, step + 1)
+            group["lr"] = learning_rate(config.optimizer, config.training.steps, step + 1)
         starts = trainer.order.starts(step, batch)
         rows = torch.stack([trainer.train_tokens[s : s + length + 1] for s in starts]).long()
         loss = model(input_ids=rows, labels=rows).loss

@@ -14,7 +14,8 @@ from fullshard.train.config import Config, load_config
 from fullshard.train.data import ByteTokenizer, read_corpus, tokenize
 from fullshard.train.loop import Trainer
 from fullshard.train.metrics import StepRecord
-from fullshard.train.model import Llama, adamw, llama_shape, sharded_model
+from fullshard.train.model import Llama, llama_shape, sharded_model
+from fullshard.train.optimizers import make_optimizer
 from fullshard.train.pipeline import Stages
 from fullshard.train.process import world_of
 from tests.harness import tolerance
@@ -60,7 +61,7 @@ def trainer_of(rank: int, config: Config) -> Trainer:
     stages = Stages(config, world) if config.sharding.parallelism.pipeline_parallel_degree > 1 else None
     cut = None if stages is None else stages.cut
     model = sharded_model(config, tokenizer.vocab, world.mesh, world.device, world.whole, world.sequences, cut)
-    return Trainer(config, world, model, adamw(model.parameters(), config.optimizer), split, tokenizer, stages)
+    return Trainer(config, world, model, make_optimizer(model, config.optimizer), split, tokenizer, stages)
 
 
 def trained(rank: int, config: Config, sign: float = 0.0, divisor: float = 0.0) -> Run:

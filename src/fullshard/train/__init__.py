@@ -12,6 +12,7 @@ this room. Each file has one subject:
 | `process` | how one process joins, stops and fails |
 | `run` | one run on one rank, from the joined processes to the finished folder |
 | `loop` | the steps |
+| `optimizer_keys`, `optimizers`, `schedules` | keys of the optimizer; the optimizers; the learning rate |
 | `model` | the Llama-like model, and its sharded version |
 | `pretrained` | a model of a Hugging Face folder: what is refused of it, its adapters, its sharded version |
 | `adapter_keys`, `folder_tokenizer`, `exported` | its keys; its tokenizer; what its run leaves |

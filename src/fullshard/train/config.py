@@ -27,6 +27,8 @@ from fullshard.migrate.parallelism import DEGREES, ModelShape
 from fullshard.migrate.schedules import find_schedule
 from fullshard.train import former_keys
 from fullshard.train.adapter_keys import AdapterKeys, check_pretrained, refuse_without_folder, with_folder
+from fullshard.train.optimizer_keys import OptimizerKeys as OptimizerKeys
+from fullshard.train.optimizer_keys import check_optimizer
 
 AUTO = "auto"
 # The axes that the trainer has beside data parallelism.
@@ -100,17 +102,6 @@ class TrainingKeys:
     device: str = setting("auto", '"auto" = cuda where there is a device, else cpu', choices=("auto", "cpu", "cuda"))
     seed: int = setting(0, "seed of initial weights, sample order and generated text", least=0)
     threads: int = setting(0, "CPU threads per process; 0 = cores / processes", least=0)
-
-
-@dataclass(frozen=True, slots=True)
-class OptimizerKeys:
-    lr: float = setting(2e-3, "highest learning rate of AdamW", above=0.0)
-    min_lr_ratio: float = setting(0.1, "the cosine ends at this fraction of lr", least=0.0, most=1.0)
-    warmup_steps: int = setting(20, "steps of linear warm-up", least=0)
-    beta1: float = setting(0.9, "decay of the first moment", least=0.0, most=0.9999999)
-    beta2: float = setting(0.95, "decay of the second moment", least=0.0, most=0.9999999)
-    eps: float = setting(1e-8, "added to the root of the second moment", above=0.0)
-    weight_decay: float = setting(0.1, "decoupled decay of matrices; norm weights are not decayed", least=0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,6 +194,7 @@ class Config:
                 raise invalid(f"checkpoint.{key}", value, "has no effect with checkpoint.asynchronous = false")
         if not c.keep_best and c.metric != CheckpointKeys().metric:
             raise invalid("checkpoint.metric", c.metric, "has no effect with checkpoint.keep_best = 0")
+        check_optimizer(self)
         if d.corpus != "builtin" and not (d.corpus.startswith("path:") and len(d.corpus) > len("path:")):
             raise invalid("data.corpus", d.corpus, 'expected "builtin" or "path:FILE"', _nearest_corpus(d.corpus))
         _check_sharding(self.sharding, own_model=not self.model.folder)

@@ -132,18 +132,24 @@ class ProgressConsole(Console):
             self._live = None
 
 
-def memory_lines(report: Report, unsharded_nbytes: int, trained_nbytes: int) -> list[str]:
-    """One line each for parameters, gradients and AdamW: measured, expected, and the unsharded size.
+def memory_lines(report: Report, unsharded_nbytes: int, trained_nbytes: int, copies: int | None = 2) -> list[str]:
+    """One line each for parameters, gradients and optimizer: measured, expected, and the unsharded size.
 
-    `unsharded_nbytes`: bytes of all parameters. `trained_nbytes`: of those that train; gradients take as many, and
-    AdamW keeps two values per element.
+    `unsharded_nbytes`: bytes of all parameters. `trained_nbytes`: of those that train; gradients take as many, and the
+    optimizer `copies` of them. What is not known before is left out.
     """
     lines = []
-    sizes = (("parameters", unsharded_nbytes), ("gradients", trained_nbytes), ("optimizer", 2 * trained_nbytes))
+    sizes = (
+        ("parameters", unsharded_nbytes),
+        ("gradients", trained_nbytes),
+        ("optimizer", None if copies is None else copies * trained_nbytes),
+    )
     for name, whole in sizes:
         measured, expected = getattr(report.measured, name), getattr(report.expected, name)
         sides = ((measured, "measured"), (expected, "expected"), (whole, "unsharded"))
-        lines.append(f"{name:<10} " + ", ".join(f"{in_units(nbytes):>10} {what}" for nbytes, what in sides))
+        lines.append(
+            f"{name:<10} " + ", ".join(f"{in_units(nbytes):>10} {what}" for nbytes, what in sides if nbytes is not None)
+        )
     return lines
 
 

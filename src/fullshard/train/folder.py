@@ -13,7 +13,7 @@
 A file is written under another name and renamed when it is complete, so a reader never sees a partial one; each metrics
 line is one append.
 
-A checkpoint holds model, AdamW and step; of a frozen base nothing, which the folder of the model has. The order of
+A checkpoint holds model, optimizer and step; of a frozen base nothing, which the folder of the model has. The order of
 samples is a function of (seed, step), random numbers of (seed, step, rank), the learning rate of the step. So a run
 that continues from step 50 equals the uninterrupted one: bit for bit on the same number of processes, and with the same
 samples on any other.
@@ -51,6 +51,7 @@ from fullshard.train.config import (
 )
 from fullshard.train.metrics import StepRecord, read_metrics
 from fullshard.train.model import Llama, LlamaShape
+from fullshard.train.optimizers import parts_of
 from fullshard.train.process import World
 
 CHECKPOINTS = "checkpoints"
@@ -236,7 +237,7 @@ class Checkpoints:
         micro: MicroBatches | None = None,
     ) -> None:
         self.folder, self.keys, self.world = run_dir / CHECKPOINTS, keys, world
-        self.model, self.optimizer = model, optimizer
+        self.model, self.optimizers = model, parts_of(optimizer)
         self.facts = facts  # must be equal when the run continues: the corpus, the seed
         self.micro = micro if micro is not None and micro.search != "fixed" else None
         # The saves in the background, oldest first: one, or two with a queue.
@@ -313,7 +314,7 @@ class Checkpoints:
         checkpoint.load(state, checkpoint_id=path, allow_unexpected=("run.*",))
         # Of a frozen base nothing was saved or changed; the others were filled where they are.
         whole = None if self._frozen() else model_state
-        checkpoint.set_state_dict(self.model, self.optimizer, model_state_dict=whole, optim_state_dict=optimizer_state)
+        checkpoint.set_state_dict(self.model, self.optimizers, model_state_dict=whole, optim_state_dict=optimizer_state)
         if self.micro is not None and held.get("micro_batch"):  # older runs have none
             self.micro.load_state_dict({"size": held["micro_batch"], "fits": 0, "fails": 0})
         return int(held["step"])
@@ -325,7 +326,7 @@ class Checkpoints:
     def _state(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """The state of model and optimizer that a checkpoint holds: without frozen weights, which the folder of the
         model has, and what packed ones have beside them."""
-        model_state, optimizer_state = checkpoint.get_state_dict(self.model, self.optimizer)
+        model_state, optimizer_state = checkpoint.get_state_dict(self.model, self.optimizers)
         frozen = self._frozen()
         for name in list(model_state) if frozen else ():
             if name in frozen or any(name.startswith(f"{outer}.") for outer in frozen):

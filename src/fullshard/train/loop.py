@@ -2,7 +2,7 @@
 
 ```
 windows of the step (same list on all ranks) -> this rank's slice -> micro-batches: forward, backward
-   -> NaN or inf on some rank? -> clip by the global norm -> the loss of the whole batch -> AdamW
+   -> NaN or inf on some rank? -> clip by the global norm -> the loss of the whole batch -> optimizer
    -> every eval_every steps: validation
 ```
 
@@ -36,9 +36,11 @@ from fullshard.train.data import SampleOrder, Tokenizer, TokenSplit, validation_
 from fullshard.train.folder import Checkpoints
 from fullshard.train.metrics import MetricsFile, StepRecord, TensorBoard, memory_nbytes, peak_flop_per_second
 from fullshard.train.model import as_fsdp, compute_dtype
+from fullshard.train.optimizers import parts_of
 from fullshard.train.pipeline import Pipeline, Stages
 from fullshard.train.pretrained import flop_of, logits_of, numel_of, without_dropout
 from fullshard.train.process import Stopped, World, stop_requested
+from fullshard.train.schedules import learning_rate
 
 
 class Loss(NamedTuple):
@@ -94,15 +96,6 @@ class Outputs:
         for file in (self.tensorboard, self.metrics, self.recorder):
             if file is not None:
                 file.close()
-
-
-def learning_rate(config: Config, step: int) -> float:
-    """The rate of step `step` (from 1): linear up to optimizer.lr, then half a cosine down to min_lr_ratio of it."""
-    keys, steps = config.optimizer, config.training.steps
-    if step <= keys.warmup_steps:
-        return keys.lr * step / keys.warmup_steps
-    progress = (step - keys.warmup_steps) / max(steps - keys.warmup_steps, 1)
-    return keys.lr * (keys.min_lr_ratio + (1 - keys.min_lr_ratio) * (1 + math.cos(math.pi * progress)) / 2)
 
 
 class Trainer:
@@ -227,7 +220,7 @@ class Trainer:
         def once() -> None:
             records.append(self.step(step, None, checkpoints))
 
-        found = fullshard.replay(once, self.model, self.optimizer, on_difference="return")
+        found = fullshard.replay(once, self.model, parts_of(self.optimizer), on_difference="return")
         first, second = records
         # If the second run had less memory, its smaller micro-batches are added in another order.
         if not found.ok and first.micro_batch == second.micro_batch:
@@ -242,7 +235,7 @@ class Trainer:
         begun = time.monotonic()
         keys = self.config.training
         self.random.begin(step)
-        lr = learning_rate(self.config, step)
+        lr = learning_rate(self.config.optimizer, keys.steps, step)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         nats, nbytes = self._backward(self.order.starts(step - 1, keys.global_batch))

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 
@@ -48,7 +48,7 @@ from fullshard.migrate.relations import Relations
 from fullshard.migrate.sequences import ContextParallel
 from fullshard.migrate.tensor_parallel import Replaced, apply_styles, divide, shape_for
 from fullshard.migrate.tree import Tree
-from fullshard.train.config import Config, ConfigError, OptimizerKeys
+from fullshard.train.config import Config, ConfigError
 
 
 @dataclass(frozen=True, slots=True)
@@ -398,14 +398,3 @@ def as_fsdp(model: nn.Module) -> FSDPModule:
 
 def compute_dtype(keys: PrecisionKeys) -> torch.dtype:
     return _dtype(keys.dtypes[0]) or torch.float32
-
-
-def adamw(parameters: Iterable[nn.Parameter], keys: OptimizerKeys) -> torch.optim.AdamW:
-    """AdamW over the parameters of a model; matrices are decayed, norm weights are not."""
-    parameters = list(parameters)
-    groups = [
-        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": keys.weight_decay},
-        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
-    ]
-    # foreach: one call for all parameters of a kind; torch's default for the CPU is several per parameter.
-    return torch.optim.AdamW(groups, lr=keys.lr, betas=(keys.beta1, keys.beta2), eps=keys.eps, foreach=True)

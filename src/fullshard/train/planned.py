@@ -29,6 +29,9 @@ from fullshard.train.pretrained import open_pretrained, program_of
 from fullshard.train.process import device_kind, threads_per_process
 from fullshard.train.shapes import language_model
 
+# The optimizers of `fullshard plan` by `optimizer.name`.
+_PLANNED = {"adamw": "adamw-foreach", "sgd": "sgd-momentum", "muon": "muon"}
+
 
 def programs_of(config: Config, world: int) -> Callable[[int | None], Program]:
     """The program of the config on `world` processes for a length of sequences, None for its own. A BPE tokenizer is
@@ -58,6 +61,12 @@ def strategy_of(config: Config, world: int, backend: str) -> Strategy:
     if axes.pp > 1:
         name = "sharding.parallelism.pipeline_parallel_degree"
         raise invalid(name, axes.pp, "fullshard plan does not count the stages of a pipeline", "1")
+    if config.optimizer.name not in _PLANNED:
+        problem = "fullshard plan does not count its state"
+        raise invalid("optimizer.name", config.optimizer.name, problem, '"adamw"')
+    optimizer = _PLANNED[config.optimizer.name]
+    if config.optimizer.name == "sgd" and not config.optimizer.momentum:
+        optimizer = "sgd"
     param, reduce, _ = config.sharding.precision.dtypes
     kept = sharding.reshard_after_forward
     return Strategy(
@@ -72,7 +81,7 @@ def strategy_of(config: Config, world: int, backend: str) -> Strategy:
         send_each=keys.accumulate == "reduce",
         recompute=_recomputed(config),
         offload=sharding.cpu_offload,
-        optimizer="adamw-foreach",
+        optimizer=optimizer,
         backend=backend,
         tensor=axes.tp,
         context=axes.cp,

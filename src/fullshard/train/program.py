@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from fullshard import balance_loss
 from fullshard.program import Program, ProgramError
 from fullshard.train import data
-from fullshard.train.config import ConfigError, load_config
-from fullshard.train.model import Llama, adamw, llama_shape
+from fullshard.train.config import ConfigError, invalid, load_config
+from fullshard.train.model import Llama, llama_shape
+from fullshard.train.optimizers import elementwise
 from fullshard.train.pretrained import logits_of, open_pretrained, refuse_4_bits
 
 # Of a batch: few, because every step is taken twice, once in one process.
@@ -26,6 +27,9 @@ def program(path: str = "") -> Program:
     tokens. Raises `ProgramError` for a config that is not valid."""
     try:
         config = load_config(Path(path) if path else None)
+        if config.optimizer.name not in ("adamw", "sgd"):
+            problem = "fullshard verify steps each element by itself"
+            raise invalid("optimizer.name", config.optimizer.name, problem, '"adamw"')
         corpus = data.check_data(config.data)
         tokenizer: data.Tokenizer = data.ByteTokenizer()
         found = None
@@ -65,7 +69,7 @@ def program(path: str = "") -> Program:
         return F.cross_entropy(output.flatten(0, 1).float(), target.flatten())
 
     def optimizer(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-        return adamw((p for p in parameters if p.requires_grad), config.optimizer)
+        return elementwise(parameters, config.optimizer)
 
     return Program(build, loss, batch, optimizer=optimizer, loss_fn=loss_fn)
 

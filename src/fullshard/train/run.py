@@ -19,7 +19,8 @@ from fullshard.train.console import Console, clock, console_for, draw_loss, memo
 from fullshard.train.exported import export
 from fullshard.train.loop import Outcome, Outputs, Trainer
 from fullshard.train.metrics import in_units
-from fullshard.train.model import adamw, as_fsdp, llama_shape, sharded_model
+from fullshard.train.model import as_fsdp, llama_shape, sharded_model
+from fullshard.train.optimizers import copies, make_optimizer
 from fullshard.train.pipeline import Stages
 from fullshard.train.pretrained import Pretrained, logits_of, opened_on_all, without_dropout
 from fullshard.train.process import RUN_DIR, STOPPED, Stopped, World, noting_stops
@@ -43,7 +44,7 @@ def train(config: Config, world: World, run_dir: Path) -> None:
         model = found_in.sharded(world.mesh, world.device)
     else:
         model = sharded_model(config, tokenizer.vocab, world.mesh, world.device, world.whole, world.sequences, cut)
-    optimizer = adamw((p for p in model.parameters() if p.requires_grad), config.optimizer)
+    optimizer = make_optimizer(model, config.optimizer)
     trainer = Trainer(config, world, model, optimizer, split, tokenizer, stages)
     found = report(trainer.sharded, optimizer)
     for line in () if trainer.pipeline is None else trainer.pipeline.told:
@@ -182,6 +183,7 @@ def _finish(
     if trainer.pipeline is None:
         sizes = [(p.numel() * p.element_size(), p.requires_grad) for p in trainer.model.parameters()]
         nbytes, trained = sum(size for size, _ in sizes), sum(size for size, trains in sizes if trains)
+    kept = copies(config.optimizer)
     peak = round(world.largest([metrics.peak_memory_nbytes(world.device)])[0])
     written = ["model.safetensors"]
     if found_in is not None:
@@ -208,7 +210,7 @@ def _finish(
     records = metrics.read_metrics(run_dir / "metrics.jsonl")
     files = ["metrics.jsonl", "config.toml", "manifest.json", *written, folder.CHECKPOINTS]
     console.say("")
-    for line in memory_lines(outcome.held, nbytes, trained):
+    for line in memory_lines(outcome.held, nbytes, trained, kept):
         console.say(f"rank 0: {line}")
     console.say(f"peak memory of a process: {in_units(peak)}")
     if text:
@@ -234,7 +236,11 @@ def _finish(
             "peak_process_bytes": peak,
             "rank0_measured": asdict(outcome.held.measured),
             "rank0_expected": asdict(outcome.held.expected),
-            "unsharded": {"parameters": nbytes, "gradients": trained, "optimizer": 2 * trained},
+            "unsharded": {
+                "parameters": nbytes,
+                "gradients": trained,
+                "optimizer": None if kept is None else kept * trained,
+            },
         },
     )
     if nonfinite:
