@@ -165,3 +165,38 @@ def test_validation_counts_every_token_once(num_tokens: int) -> None:
     assert inputs.shape == targets.shape
     assert torch.equal(targets[targets != 99] - 1, inputs[targets != 99])
     assert len(validation_windows(tokens, 4, 1, pad=99)[0]) == 1
+
+
+def test_several_files_and_patterns_are_one_corpus(tmp_path: Path) -> None:
+    for name in ("b.txt", "a.txt", "c,d.txt"):
+        (tmp_path / name).write_text(name)
+    (tmp_path / "e.jsonl").write_text('{"text": "x"}\n"y"')
+    both = read_corpus(DataKeys(corpus=f"path:{tmp_path}/e.jsonl, {tmp_path}/[ab].txt,{tmp_path}/a.txt"))
+    assert both.documents == ("x", "y", "a.txt", "b.txt")
+    assert read_corpus(DataKeys(corpus=f"path:{tmp_path}/c,d.txt")).documents == ("c,d.txt",)
+    other = read_corpus(DataKeys(corpus=f"path:{tmp_path}/b.txt,{tmp_path}/a.txt"))
+    same = read_corpus(DataKeys(corpus=f"path:{tmp_path}/[ab].txt"))
+    assert other.sha256 != same.sha256
+    assert (other.nbytes, same.nbytes) == (10, 10)
+    with pytest.raises(ConfigError, match=r"no file matches .*\*\.md"):
+        read_corpus(DataKeys(corpus=f"path:{tmp_path}/*.md"))
+
+
+def test_prompts_do_not_count(tmp_path: Path) -> None:
+    file = tmp_path / "a.jsonl"
+    file.write_text('{"q": "ab", "text": "c"}\n{"q": "", "text": "de"}\n')
+    split = tokenize(read_corpus(DataKeys(corpus=f"path:{file}", prompt_key="q")), ByteTokenizer(), 0.25)
+    assert split.train_counted is not None and split.validation_counted is not None
+    tokens = [*split.train.tolist(), *split.validation.tolist()]
+    assert tokens == [256, 97, 98, 99, 257, 256, 100, 101, 257]
+    counted = [*split.train_counted.tolist(), *split.validation_counted.tolist()]
+    assert counted == [False, False, False, True, True, False, True, True, True]
+    inputs, targets = windows(split.train, [0, 2], 4, split.train_counted, -100)
+    assert inputs.tolist() == [[256, 97, 98, 99], [98, 99, 257, 256]]
+    assert targets.tolist() == [[-100, -100, 99, 257], [99, 257, -100, 100]]
+    inputs, targets = validation_windows(split.validation, 2, 0, 258, split.validation_counted)
+    assert (inputs.tolist(), targets.tolist()) == ([[101, 257]], [[257, 258]])
+    for text, key in (('"plain"', "expected an object"), ('{"text": "x"}', "has no such key, only text")):
+        file.write_text(text)
+        with pytest.raises(ConfigError, match=key):
+            read_corpus(DataKeys(corpus=f"path:{file}", prompt_key="q"))

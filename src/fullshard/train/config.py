@@ -106,8 +106,15 @@ class TrainingKeys:
 
 @dataclass(frozen=True, slots=True)
 class DataKeys:
-    corpus: str = setting("builtin", '"builtin" = the documentation inside Python; "path:FILE" = text or .jsonl')
+    corpus: str = setting(
+        "builtin",
+        '"builtin" = the documentation inside Python; "path:FILE" = text or .jsonl; FILE may be several, with commas '
+        "between them, and patterns as *.txt",
+    )
     text_key: str = setting("text", "key of the text in an object of a .jsonl corpus")
+    prompt_key: str = setting(
+        "", 'key of a prompt beside it: text that comes before, and whose tokens have no loss; "" = none'
+    )
     validation_fraction: float = setting(0.1, "last part of the corpus, kept for validation", above=0.0, most=0.5)
     tokenizer: str = setting(
         "bytes",
@@ -197,6 +204,8 @@ class Config:
         check_optimizer(self)
         if d.corpus != "builtin" and not (d.corpus.startswith("path:") and len(d.corpus) > len("path:")):
             raise invalid("data.corpus", d.corpus, 'expected "builtin" or "path:FILE"', _nearest_corpus(d.corpus))
+        if d.prompt_key and d.corpus == "builtin":
+            raise invalid("data.prompt_key", d.prompt_key, "has no effect without a .jsonl corpus", show(""))
         _check_sharding(self.sharding, own_model=not self.model.folder)
         self._check_axes()
 

@@ -11,9 +11,11 @@ on the number of ranks, and the step number is its only state.
 
 from __future__ import annotations
 
+import glob
 import hashlib
 import importlib
 import json
+import os
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -37,26 +39,63 @@ class Corpus:
 
     name: str
     documents: tuple[str, ...]
-    sha256: str  # of the file's bytes; of the joined documents for the built-in corpus
+    sha256: str  # of the file's bytes; of several their digests'; of the joined documents for the built-in corpus
     nbytes: int
+    prompts: tuple[str, ...] = ()  # of each document, before its text; () where there are none
+
+    @property
+    def texts(self) -> tuple[str, ...]:
+        return (*self.prompts, *self.documents)
 
 
 def read_corpus(keys: DataKeys) -> Corpus:
     """The corpus that `data.corpus` names. Raises `ConfigError` if the file cannot be used."""
     if keys.corpus == "builtin":
         return _builtin()
-    path = Path(keys.corpus.removeprefix("path:")).expanduser()
-    try:
-        raw = path.read_bytes()
-        text = raw.decode()
-    except OSError as error:
-        raise invalid("data.corpus", keys.corpus, f"cannot read it: {error.strerror or error}") from None
-    except UnicodeDecodeError as error:
-        raise invalid("data.corpus", keys.corpus, f"not UTF-8 text: byte {error.start} is {raw[error.start]}") from None
-    documents = _jsonl_documents(keys, text) if path.suffix == ".jsonl" else (text,)
+    digests, documents, prompts, nbytes = [], [], [], 0
+    for path in _files(keys):
+        raw, text = _read(keys, path)
+        digests.append(hashlib.sha256(raw).hexdigest())
+        nbytes += len(raw)
+        found = _jsonl_documents(keys, text) if path.suffix == ".jsonl" else [("", text)]
+        if keys.prompt_key and path.suffix != ".jsonl":
+            raise invalid("data.prompt_key", keys.prompt_key, f"has no effect on {path}, which is no .jsonl", '""')
+        prompts += [prompt for prompt, _ in found]
+        documents += [text for _, text in found]
     if not any(documents):
         raise invalid("data.corpus", keys.corpus, "there is no text in it")
-    return Corpus(keys.corpus, documents, hashlib.sha256(raw).hexdigest(), len(raw))
+    sha256 = digests[0] if len(digests) == 1 else hashlib.sha256("".join(digests).encode()).hexdigest()
+    return Corpus(keys.corpus, tuple(documents), sha256, nbytes, tuple(prompts) if keys.prompt_key else ())
+
+
+def _files(keys: DataKeys) -> list[Path]:
+    """The files of a corpus: a file of that whole name, or for each part between commas the file, or those that match
+    the pattern, sorted. None comes twice."""
+    whole = Path(keys.corpus.removeprefix("path:")).expanduser()
+    if whole.is_file():
+        return [whole]
+    found: dict[Path, None] = {}
+    for part in str(whole).split(","):
+        name = os.path.expanduser(part.strip())
+        matching = [name]
+        if glob.has_magic(name) and not Path(name).is_file():
+            matching = sorted(file for file in glob.glob(name, recursive=True) if Path(file).is_file())
+            if not matching:
+                raise invalid("data.corpus", keys.corpus, f"no file matches {name}")
+        found |= dict.fromkeys(map(Path, matching))
+    return list(found)
+
+
+def _read(keys: DataKeys, path: Path) -> tuple[bytes, str]:
+    try:
+        raw = path.read_bytes()
+        return raw, raw.decode()
+    except OSError as error:
+        problem = f"cannot read {path}: {error.strerror or error}"
+        raise invalid("data.corpus", keys.corpus, problem) from None
+    except UnicodeDecodeError as error:
+        problem = f"{path} is not UTF-8 text: byte {error.start} is {raw[error.start]}"
+        raise invalid("data.corpus", keys.corpus, problem) from None
 
 
 def _builtin() -> Corpus:
@@ -69,8 +108,9 @@ def _builtin() -> Corpus:
     return Corpus(f"pydoc_data.topics of Python {version}", documents, hashlib.sha256(raw).hexdigest(), len(raw))
 
 
-def _jsonl_documents(keys: DataKeys, text: str) -> tuple[str, ...]:
-    """One document per line: an object with the text under `data.text_key`, or a plain JSON string."""
+def _jsonl_documents(keys: DataKeys, text: str) -> list[tuple[str, str]]:
+    """The prompt and the text of each line: an object with the text under `data.text_key`, and the prompt under
+    `data.prompt_key` if there is that; or a plain JSON string."""
     documents = []
     # Split at line feeds only: `splitlines` also splits at characters that JSON strings may contain unescaped.
     for number, line in enumerate(text.split("\n"), start=1):
@@ -80,16 +120,23 @@ def _jsonl_documents(keys: DataKeys, text: str) -> tuple[str, ...]:
             value = json.loads(line)
         except json.JSONDecodeError as error:
             raise invalid("data.corpus", keys.corpus, f"line {number} is not JSON: {error.msg}") from None
-        if isinstance(value, dict):
-            if keys.text_key not in value:
-                found = ", ".join(map(str, value)) or "no key"
-                problem = f"line {number} of {keys.corpus} has no such key, only {found}"
-                raise invalid("data.text_key", keys.text_key, problem)
-            value = value[keys.text_key]
-        if not isinstance(value, str):
-            raise invalid("data.corpus", keys.corpus, f"line {number}: expected text, found {type(value).__name__}")
-        documents.append(value)
-    return tuple(documents)
+        found = [""]
+        for name in ("prompt_key", "text_key") if keys.prompt_key else ("text_key",):
+            key, one = getattr(keys, name), value
+            if isinstance(value, dict):
+                if key not in value:
+                    there = ", ".join(map(str, value)) or "no key"
+                    problem = f"line {number} of {keys.corpus} has no such key, only {there}"
+                    raise invalid(f"data.{name}", key, problem)
+                one = value[key]
+            elif keys.prompt_key:
+                problem = f"line {number}: expected an object, found {type(value).__name__}"
+                raise invalid("data.corpus", keys.corpus, problem)
+            if not isinstance(one, str):
+                raise invalid("data.corpus", keys.corpus, f"line {number}: expected text, found {type(one).__name__}")
+            found.append(one)
+        documents.append((found[-2], found[-1]))
+    return documents
 
 
 def check_data(keys: DataKeys) -> Corpus:
@@ -182,18 +229,32 @@ class TokenSplit:
 
     train: Tensor
     validation: Tensor
+    # Whether each counts as a target, bool of the same shapes; None: all do.
+    train_counted: Tensor | None = None
+    validation_counted: Tensor | None = None
 
 
 def tokenize(corpus: Corpus, tokenizer: Tokenizer, validation_fraction: float) -> TokenSplit:
-    """All documents, each between BOS and EOS, split once: the last `validation_fraction` of the tokens validates."""
+    """All documents, each between BOS and EOS, split once: the last `validation_fraction` of the tokens validates.
+
+    Where there are prompts, each follows BOS, and its tokens do not count. It is tokenized apart from the text.
+    """
     stream: list[int] = []
+    counted: list[bool] = []
     # The tokenizer of a folder may lack one of them.
     begin, end = ([] if token is None else [token] for token in (tokenizer.bos, tokenizer.eos))
-    for document in corpus.documents:
-        stream += begin + tokenizer.encode(document) + end
+    for prompt, document in zip(corpus.prompts or ("",) * len(corpus.documents), corpus.documents, strict=True):
+        before = begin + (tokenizer.encode(prompt) if prompt else [])
+        after = tokenizer.encode(document) + end
+        stream += before + after
+        if corpus.prompts:
+            counted += [False] * len(before) + [True] * len(after)
     tokens = torch.tensor(stream, dtype=torch.int32)
     cut = len(tokens) - max(round(len(tokens) * validation_fraction), 2)
-    return TokenSplit(tokens[:cut], tokens[cut:])
+    if not corpus.prompts:
+        return TokenSplit(tokens[:cut], tokens[cut:])
+    mask = torch.tensor(counted)
+    return TokenSplit(tokens[:cut], tokens[cut:], mask[:cut], mask[cut:])
 
 
 # ---- samples ---------------------------------------------------------------------------------------------------
@@ -243,13 +304,22 @@ class SampleOrder:
         return offset, torch.randperm(self.num_windows, generator=generator)
 
 
-def windows(tokens: Tensor, starts: list[int], sequence_length: int) -> tuple[Tensor, Tensor]:
-    """Inputs and targets, both (len(starts), T) int64; the target of a token is the one after it."""
+def windows(
+    tokens: Tensor, starts: list[int], sequence_length: int, counted: Tensor | None = None, pad: int = -100
+) -> tuple[Tensor, Tensor]:
+    """Inputs and targets, both (len(starts), T) int64; the target of a token is the one after it, and `pad` where that
+    is not `counted`, which is of the shape of `tokens`."""
     rows = torch.stack([tokens[s : s + sequence_length + 1] for s in starts]).long()
-    return rows[:, :-1], rows[:, 1:]
+    targets = rows[:, 1:]
+    if counted is not None:
+        mask = torch.stack([counted[s + 1 : s + sequence_length + 1] for s in starts])
+        targets = targets.masked_fill(~mask, pad)
+    return rows[:, :-1], targets
 
 
-def validation_windows(tokens: Tensor, sequence_length: int, limit: int, pad: int) -> tuple[Tensor, Tensor]:
+def validation_windows(
+    tokens: Tensor, sequence_length: int, limit: int, pad: int, counted: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """The first `limit` windows of the validation part (all for 0), the last one padded with `pad`.
 
     Inputs and targets, both (num_windows, T) int64. Targets equal to `pad` do not count.
@@ -261,4 +331,9 @@ def validation_windows(tokens: Tensor, sequence_length: int, limit: int, pad: in
     for i in range(count):
         piece = tokens[i * sequence_length : (i + 1) * sequence_length + 1]
         rows[i, : len(piece)] = piece
-    return rows[:, :-1], rows[:, 1:]
+    if counted is None:
+        return rows[:, :-1], rows[:, 1:]
+    _, targets = validation_windows(torch.where(counted, tokens, pad), sequence_length, limit, pad)
+    if not (targets != pad).any():
+        raise ConfigError("data.prompt_key: the validation part has prompts alone; use more of the corpus for it")
+    return rows[:, :-1], targets

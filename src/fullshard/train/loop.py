@@ -126,10 +126,11 @@ class Trainer:
             )
         if keys.check_every:
             fullshard.check_invariants(model, every=keys.check_every)
-        self.train_tokens = split.train
+        self.train_tokens, self.counted = split.train, split.train_counted
+        self.tokens_counted = keys.global_batch * keys.sequence_length  # of the step, over all processes
         self.order = SampleOrder(num_tokens=len(split.train), sequence_length=keys.sequence_length, seed=keys.seed)
         self.validation = validation_windows(
-            split.validation, keys.sequence_length, config.metrics.eval_windows, tokenizer.pad
+            split.validation, keys.sequence_length, config.metrics.eval_windows, tokenizer.pad, split.validation_counted
         )
         self.pad = tokenizer.pad
         self.token_nbytes = torch.tensor(tokenizer.token_nbytes())
@@ -172,9 +173,8 @@ class Trainer:
     @property
     def weight(self) -> float:
         """The factor of a token's loss. The reduction averages over shares, so each weighs its tokens by their number:
-        the result is the mean over the global batch, exact for powers of two."""
-        keys = self.config.training
-        return self.world.averaged / (keys.global_batch * keys.sequence_length)
+        the result is the mean over the tokens of the global batch that count, exact for powers of two."""
+        return self.world.averaged / self.tokens_counted
 
     def run(self, outputs: Outputs, checkpoints: Checkpoints | None = None, *, after: int = 0) -> Outcome:
         """All steps after step `after`, with checkpoints between them.
@@ -238,7 +238,12 @@ class Trainer:
         lr = learning_rate(self.config.optimizer, keys.steps, step)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        nats, nbytes = self._backward(self.order.starts(step - 1, keys.global_batch))
+        starts = self.order.starts(step - 1, keys.global_batch)
+        if self.counted is not None:
+            # Every process has all tokens, so it counts those of the others without a message.
+            places = [self.counted[s + 1 : s + keys.sequence_length + 1] for s in starts]
+            self.tokens_counted = max(int(torch.stack(places).sum()), 1)
+        nats, nbytes = self._backward(starts)
         # Before clipping, which would spread one NaN over all gradients.
         # The stages of a pipeline have no mesh in common.
         everyone = None if self.pipeline is None else dist.group.WORLD
@@ -253,7 +258,7 @@ class Trainer:
         if checkpoints is not None:
             checkpoints.failed_somewhere = bool(failures)
         tokens = keys.global_batch * keys.sequence_length
-        loss = Loss(nats, tokens, round(nbytes))
+        loss = Loss(nats, self.tokens_counted, round(nbytes))
         # The norm of finite gradients may overflow.
         finite = check.ok and math.isfinite(norm)
         nonfinite = None if finite else f"loss is {loss.per_token}, gradient norm is {norm}; {check}"
@@ -300,7 +305,7 @@ class Trainer:
     def _backward(self, starts: list[int]) -> tuple[float, float]:
         """Gradients of this rank's share of the windows; returns its summed loss in nats, and its bytes of text."""
         own = starts[self.world.share * self.share : (self.world.share + 1) * self.share]
-        inputs, targets = windows(self.train_tokens, own, self.config.training.sequence_length)
+        inputs, targets = windows(self.train_tokens, own, self.config.training.sequence_length, self.counted, self.pad)
         weight = self.weight
         if self.pipeline is not None:
             device = self.world.device
@@ -328,7 +333,7 @@ class Trainer:
         return inputs, targets, cp.positions(self.config.training.sequence_length, self.world.device)
 
     def _nbytes(self, targets: Tensor) -> float:
-        return float(self.token_nbytes[targets].sum())
+        return float(self.token_nbytes[targets[targets != self.pad]].sum())
 
     def _losses(self, inputs: Tensor, targets: Tensor, positions: Tensor | None = None) -> Tensor:
         """Cross entropy of each token in nats, (B*T,) float32; 0 where the target is padding."""

@@ -14,7 +14,7 @@ from fullshard.train.optimizer_keys import OptimizerKeys
 
 
 class Optimizers:
-    """Several optimizers of one model in the place of one, each with parameters of its own."""
+    """Several optimizers of one model instead of one, each with parameters of its own."""
 
     def __init__(self, parts: Sequence[Optimizer]) -> None:
         self.parts = tuple(parts)

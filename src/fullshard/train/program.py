@@ -30,6 +30,8 @@ def program(path: str = "") -> Program:
         if config.optimizer.name not in ("adamw", "sgd"):
             problem = "fullshard verify steps each element by itself"
             raise invalid("optimizer.name", config.optimizer.name, problem, '"adamw"')
+        if config.data.prompt_key:
+            raise invalid("data.prompt_key", config.data.prompt_key, "fullshard verify counts all tokens", '""')
         corpus = data.check_data(config.data)
         tokenizer: data.Tokenizer = data.ByteTokenizer()
         found = None
@@ -38,7 +40,7 @@ def program(path: str = "") -> Program:
             found = open_pretrained(config)
             tokenizer = found.tokenizer
         elif config.data.tokenizer == "bpe":
-            tokenizer = data.BPETokenizer(data.train_bpe(corpus.documents, config.data.bpe_vocab))
+            tokenizer = data.BPETokenizer(data.train_bpe(corpus.texts, config.data.bpe_vocab))
     except ConfigError as error:
         raise ProgramError(str(error)) from error
     tokens = data.tokenize(corpus, tokenizer, config.data.validation_fraction).train

@@ -116,7 +116,7 @@ def _tokenizer(config: Config, world: World, corpus: data.Corpus, run_dir: Path)
     if config.data.tokenizer == "bytes":
         return data.ByteTokenizer()
     if world.rank == 0:
-        json_text = data.train_bpe(corpus.documents, config.data.bpe_vocab)
+        json_text = data.train_bpe(corpus.texts, config.data.bpe_vocab)
         folder.write_text(run_dir / "tokenizer.json", json_text)
         world.store.set("tokenizer", json_text)
     return data.BPETokenizer(world.store.get("tokenizer").decode())
