@@ -2,6 +2,7 @@
 
     python -m benchmarks.hosts                          all rates, 2 x 1 and 2 x 2 ranks, float32 and mixed; as root
     python -m benchmarks.hosts --rates 1gbit --ranks 1  one rate, one rank on each host
+    python -m benchmarks.hosts --ranks 2 --precisions fp32 --names fullshard fullshard_one_level   some of the rows
     python -m benchmarks.hosts --bytes                  one round: what is sent does not depend on the machine, times do
 
 The hosts are those of tests/harness/hosts.py: network namespaces, a pair of devices and a token bucket in each
@@ -10,7 +11,8 @@ busier host's interface sent in a step without headers of Ethernet, IP and TCP; 
 it; "bound" is sent / rate, which no step can go below. Rounds are interleaved as in cpu_step.py.
 
     ddp                   torch's DDP, gradients as views of buckets
-    fsdp2, fullshard      parameters over all ranks
+    fsdp2, fullshard      parameters over all ranks; fullshard in two levels from two ranks on each host
+    fullshard_one_level   the same without levels
     fsdp2_hsdp, ..._hsdp  parameters within a host, replicas between them; from two ranks on each host
 
 "mixed" computes and reduces in bfloat16: FSDP2 and fullshard by `MixedPrecisionPolicy`, DDP by autocast
@@ -130,7 +132,10 @@ def build(case: Case, name: str) -> nn.Module:
         options["mp_policy"] = policy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
     if name.endswith("_hsdp"):
         options["mesh"] = init_device_mesh("cpu", (HOSTS, case.local), mesh_dim_names=("replicate", "shard"))
-    return build_sharded(case.shape, apply, **options)
+    model = build_sharded(case.shape, apply, **options)
+    if name == "fullshard_one_level":
+        model.set_communication("one-level")
+    return model
 
 
 def sent() -> tuple[int, int]:
@@ -222,14 +227,13 @@ def check_losses(case: Case, answer: dict[str, Any]) -> None:
 
 
 def predicted(case: Case, name: str) -> float | None:
-    """Bytes that a host sends in a step by `fullshard.plan`; None for peers. Along the axis that shards a rank sends
-    (W - 1) / W of each message, and a host (N - 1) / N."""
+    """Bytes that a host sends in a step by `fullshard.plan`; None for peers."""
     from fullshard.plan import Planner, Strategy, find_hardware
     from fullshard.plan.facts import describe
     from fullshard.program import Program
 
     hsdp = name == "fullshard_hsdp"
-    if name != "fullshard" and not hsdp:
+    if not name.startswith("fullshard"):
         return None
 
     def loss(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
@@ -253,12 +257,11 @@ def predicted(case: Case, name: str) -> float | None:
             micro=case.workload.sequences,
             optimizer="none",
             backend="gloo",
+            hosts=HOSTS,
+            levels=name != "fullshard_one_level",
         )
     )
-    if hsdp:
-        return plan.simulated.traffic["replicate"].nbytes * case.local
-    whole = plan.simulated.traffic["shard"].nbytes * case.world / (case.world - 1)
-    return whole * (HOSTS - 1) / HOSTS
+    return next(iter(plan.sent_by_host.values()))
 
 
 def report(case: Case, answers: Sequence[dict[str, Any]], *, times: bool) -> dict[str, Any]:
@@ -300,8 +303,8 @@ def report(case: Case, answers: Sequence[dict[str, Any]], *, times: bool) -> dic
 
 
 def names_of(local: int) -> tuple[str, ...]:
-    hsdp = ("fsdp2_hsdp", "fullshard_hsdp") if local > 1 else ()
-    return ("fsdp2", "fullshard", *hsdp, "ddp")
+    several = ("fullshard_one_level", "fsdp2_hsdp", "fullshard_hsdp") if local > 1 else ()
+    return ("fsdp2", "fullshard", *several, "ddp")
 
 
 def main() -> None:
@@ -309,6 +312,7 @@ def main() -> None:
     parser.add_argument("--rates", nargs="+", choices=RATES, default=list(RATES))
     parser.add_argument("--ranks", type=int, nargs="+", choices=WORKLOADS, default=list(WORKLOADS), help="on each host")
     parser.add_argument("--precisions", nargs="+", choices=PRECISIONS, default=list(PRECISIONS))
+    parser.add_argument("--names", nargs="+", choices=names_of(2), help="rows (default: all)")
     parser.add_argument("--rounds", type=int, default=5, help="measured rounds, after two that are not (default: 5)")
     parser.add_argument("--bytes", action="store_true", help="one round, no times, no rate")
     parser.add_argument("--tiny", action="store_true", help="a small model, to try the script itself")
@@ -328,7 +332,10 @@ def main() -> None:
     for local in options.ranks:
         for rate in rates:
             for precision in options.precisions:
-                case = Case(local, rate, precision, names_of(local), rounds, shape)
+                names = tuple(name for name in names_of(local) if name in (options.names or names_of(local)))
+                if not names:
+                    continue
+                case = Case(local, rate, precision, names, rounds, shape)
                 results.append(report(case, measure(case), times=not options.bytes))
     print()
     print_json("hosts", shape, results)

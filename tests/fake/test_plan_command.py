@@ -97,6 +97,30 @@ def test_commands_and_messages_are_those_of_the_engine(name: str, strategy: Stra
     assert 0 <= counted.messages.get("all-reduce", 0) - summed <= 128
 
 
+def test_what_a_host_sends_is_printed_in_both_ways(capsys: pytest.CaptureFixture[str]) -> None:
+    """By hand: gathers and gradients of what four ranks share, on two hosts."""
+    ask = ["plan", f"{__name__}:program", "--ranks", "4", "--hardware", "cpu", "--hosts", "2"]
+    assert main([*ask, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    # Each rank sends 3/4 of every message; a host half of it, in two levels.
+    whole = found["bytes_sent"]["shard"] * 4 / 3
+    assert found["bytes_sent_by_host"]["two levels"] == whole / 2
+    # Pairs send a gather once, a ring three quarters; gloo's reduce-scatter is an all-reduce.
+    assert whole < found["bytes_sent_by_host"]["one level"] < 1.5 * whole
+    assert main([*ask, "--one-level", "--json"]) == 0
+    other = json.loads(capsys.readouterr().out)["bytes_sent_by_host"]
+    assert other == {"one level": found["bytes_sent_by_host"]["one level"]}
+    assert main(ask) == 0
+    assert "between 2 hosts: each sends" in capsys.readouterr().out
+    assert main([*ask, "--replicas", "2", "--json"]) == 0
+    replicated = json.loads(capsys.readouterr().out)
+    assert replicated["bytes_sent_by_host"] == {"one level": 2 * replicated["bytes_sent"]["replicate"]}
+    assert main([*ask, "--hosts", "3"]) == 2 and "divides the 4 ranks" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="hosts: expected data parallelism alone, found ZeRO-3, TP 2"):
+        Strategy(ranks=4, tensor=2, hosts=2)
+    assert main([*ask[:-2], "--one-level"]) == 2 and "--hosts" in capsys.readouterr().err
+
+
 def test_json_has_what_is_documented(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     entry = f"{__name__}:program"
     page, picture = tmp_path / "plan.html", tmp_path / "plan.svg"

@@ -16,10 +16,11 @@ from fullshard.plan.clock import AXES, Clock
 from fullshard.plan.description import OUTSIDE, Kind, Line, Model, Parameter, Tape, UnitShape
 from fullshard.plan.machine import PROFILES, Hardware
 from fullshard.plan.moments import Place, largest
+from fullshard.plan.padding import padding_of
 from fullshard.plan.page import page, svg
 from fullshard.plan.questions import QUESTIONS, explain
 from fullshard.plan.recomputation import ALTERNATE, NONE, SELECTIVE, WHOLE, keeping
-from fullshard.plan.result import gigabytes, padding_of, table
+from fullshard.plan.result import gigabytes, table
 from fullshard.plan.search import Change, candidates
 from fullshard.plan.simulation import simulate
 from fullshard.plan.spans import Span, Step, Work, scaled, steps_of

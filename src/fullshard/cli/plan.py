@@ -54,6 +54,10 @@ def add_command(commands: Any) -> None:
     plan.add_argument("--budget", type=float, metavar="GB", help="memory of a device (default: the hardware's)")
     plan.add_argument("--host-budget", type=float, metavar="GB", help="memory of the host for each rank")
     plan.add_argument("--replicas", type=int, metavar="N", help="copies of the state, HSDP (default: 1)")
+    plan.add_argument(
+        "--hosts", type=int, metavar="N", help="hosts of the ranks: what each sends to others (default: not counted)"
+    )
+    plan.add_argument("--one-level", action="store_true", help="with --hosts: no messages in two levels")
     add_axes(plan, context=True)
     plan.add_argument(
         "--reshard", metavar="always|never|N", help="reshard_after_forward of the units (default: always)"
@@ -123,6 +127,7 @@ def _run(arguments: argparse.Namespace) -> int:
     for name in (
         "ranks",
         "replicas",
+        "hosts",
         "tensor_parallel",
         "context_parallel",
         "expert_parallel",
@@ -457,6 +462,10 @@ def _with_dials(strategy: Strategy, arguments: argparse.Namespace) -> Strategy:
     changes: dict[str, Any] = {}
     if arguments.replicas is not None:
         changes["replicas"] = arguments.replicas
+    if arguments.hosts is not None:
+        changes |= {"hosts": arguments.hosts, "levels": not arguments.one_level}
+    elif arguments.one_level:
+        raise ValueError("--one-level: expected --hosts beside it; add it, or leave this out")
     if arguments.reshard is not None:
         changes["reshard"] = _reshard(arguments.reshard)
     micro = strategy.micro if arguments.micro is None else arguments.micro

@@ -50,12 +50,13 @@ class Exposed:
 
 @dataclass
 class Traffic:
-    """Messages of a step on one axis. `nbytes`: what this rank sends; `payload`: elements that are no padding, in
-    bytes."""
+    """Messages of a step on one axis. `nbytes`: what this rank sends; `leaving`: what the busiest host sends to other
+    hosts."""
 
     calls: int = 0
     nbytes: float = 0.0
     seconds: float = 0.0
+    leaving: float = 0.0
 
 
 class OwnersStep(NamedTuple):

@@ -91,9 +91,19 @@ class Clock:
         self.now += seconds
         self.found.compute += seconds
 
-    def send(self, axis: str, ranks: int, stride: int, nbytes: float, calls: int, kind: str = "all-gather") -> float:
+    def send(
+        self,
+        axis: str,
+        ranks: int,
+        stride: int,
+        nbytes: float,
+        calls: int,
+        kind: str = "all-gather",
+        *,
+        leaving: float = 0.0,
+    ) -> float:
         """Issue a collective of `nbytes`, of which each rank sends (ranks - 1) / ranks, twice in an all-reduce; when it
-        arrives."""
+        arrives. leaving: bytes that a host sends of it to others."""
         if ranks == 1 or not calls:
             return self.now
         seconds = self.hardware.collective(kind, ranks, stride, nbytes)
@@ -102,6 +112,7 @@ class Clock:
         traffic.calls += calls
         traffic.nbytes += nbytes * (ranks - 1) / ranks * (2 if kind == "all-reduce" else 1)
         traffic.seconds += seconds
+        traffic.leaving += leaving
         return start + seconds
 
     def _begin(self, axis: str, seconds: float) -> float:

@@ -149,7 +149,9 @@ class Reductions:
             ranks = sent.pack.world
             kind = "all-to-all" if sent.exchanges else "reduce-scatter"
             nbytes, calls = group.reduced_message_nbytes, group.reduce_calls
-            flight.arrives = self.clock.send("shard", ranks, self.strategy.stride(ranks), nbytes, calls, kind)
+            leaving = self.strategy.placed.reduced(nbytes, self.strategy.backend)
+            stride = self.strategy.stride(ranks)
+            flight.arrives = self.clock.send("shard", ranks, stride, nbytes, calls, kind, leaving=leaving)
             self.sharing.append(flight)
         else:
             flight.stage = 1
@@ -176,8 +178,10 @@ class Reductions:
 
     def _all_reduce(self, group: Group) -> float:
         nbytes = group.replicated_message_nbytes
-        apart = self.strategy.shard * self.strategy.tensor
-        return self.clock.send("replicate", self.strategy.replicas, apart, nbytes, 1, "all-reduce")
+        ranks, apart = self.strategy.replicas, self.strategy.shard * self.strategy.tensor
+        # Around a ring, twice.
+        leaving = 2 * nbytes * self.strategy.placed.replicate.ring
+        return self.clock.send("replicate", ranks, apart, nbytes, 1, "all-reduce", leaving=leaving)
 
     def advance(self, flights: deque[Flight]) -> None:
         """Wait for the oldest message; then send the next one of its reduction, or take the result."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import sqrt
 from typing import Any
 
@@ -11,31 +11,16 @@ from ..layout import itemsize
 from .account import KINDS, Simulated
 from .description import OUTSIDE, Model, Sent
 from .machine import Hardware
+from .padding import Padding, padding_of
 from .recomputation import without_host
 from .simulation import simulate
 from .spans import Step
-from .strategy import OPTIMIZERS, Strategy, Unit, even_dim, units_of
+from .strategy import OPTIMIZERS, Strategy, Unit, units_of
 
 # NCCL's documented defaults, as in `observe/expected.py`: bytes of a channel's buffer, channels of a communicator.
 COMMUNICATOR_NBYTES = (4 << 20) * 32
 # 419 unexpected interruptions in 54 days on 16,384 devices (Llama 3).
 FAILURE_HOURS = 54 * 24 * 16384 / 419
-
-
-@dataclass(frozen=True)
-class Padding:
-    """Bytes of a parameter that are sent by every gather and are no parameter, over all ranks; and what would save
-    them."""
-
-    parameter: str
-    nbytes: int
-    share: float
-    cure: str
-
-    @property
-    def by_placement(self) -> bool:
-        """Whether another placement saves them."""
-        return self.cure.startswith("shard_placement_fn")
 
 
 @dataclass(frozen=True)
@@ -68,6 +53,15 @@ class Plan:
     checkpoints: Checkpoints
     host_terms: tuple[tuple[str, float], ...] = ()
     host_budget: float = 0.0
+    in_one_level: Simulated | None = None  # the same step, if messages go in two levels
+
+    @property
+    def sent_by_host(self) -> dict[str, float]:
+        """Bytes that the interface of the busiest host sends in a step, first in the way of the plan. Empty on one."""
+        found = {"one level": self.in_one_level or self.simulated}
+        found = found if self.in_one_level is None else {"two levels": self.simulated} | found
+        sums = {way: sum(t.leaving for t in one.traffic.values()) for way, one in found.items()}
+        return sums if self.strategy.hosts > 1 else {}
 
     @property
     def peak_nbytes(self) -> float:
@@ -185,6 +179,7 @@ class Plan:
             "phases": {phase: dict(zip(KINDS, map(int, row), strict=True)) for phase, row in self.phases().items()},
             "units": [_unit_row(unit, self.held(i)) for i, unit in enumerate(self.units)],
             "bytes_sent": {axis: int(t.nbytes) for axis, t in found.traffic.items() if t.calls},
+            "bytes_sent_by_host": self.sent_by_host,
             "messages": {axis: t.calls for axis, t in found.traffic.items() if t.calls},
             "tensor_messages": [
                 {"operation": each.operation, "messages": each.count, "bytes": int(each.nbytes)}
@@ -245,8 +240,11 @@ def plan_of(
     failures of one device."""
     if strategy.float8 and not hardware.float8:
         raise ValueError(f"float8: expected a device with products in float8, found {hardware.name}")
+    hardware = hardware if strategy.hosts == 1 else replace(hardware, node=strategy.ranks // strategy.hosts)
     units = units_of(model, strategy)
     simulated = simulate(units, step, strategy, hardware, model.buffer_nbytes)
+    other, levels = replace(strategy, levels=False), strategy.placed.in_levels
+    one_level = simulate(units_of(model, other), step, other, hardware, model.buffer_nbytes) if levels else None
     by_kind = list(zip(KINDS, simulated.peak.nbytes, strict=True))
     axes = [strategy.shard, strategy.replicas, max(unit.part for unit in units), strategy.tensor, strategy.context]
     axes += [strategy.experts, max((p.shards for unit in units for p in unit.shape.parameters), default=0)]
@@ -271,36 +269,8 @@ def plan_of(
         checkpoints_of(units, strategy, hardware, failure_hours),
         simulated.on_host,
         hardware.host_memory if host_budget is None else host_budget,
+        one_level,
     )
-
-
-def padding_of(units: Sequence[Unit], least: float = 0.01) -> tuple[Padding, ...]:
-    """Parameters of whose gathers at least `least` is padding, the worst first; one line for equal ones."""
-    found: dict[tuple[tuple[int, ...], int], Padding] = {}
-    for unit in units:
-        for group in unit.groups:
-            for parameter, segment in zip(group.parameters, group.memory.pack.segments, strict=True):
-                layout = segment.layout
-                waste = layout.padded_full_numel - layout.numel
-                if layout.world == 1 or not layout.numel or waste / layout.numel < least or waste < 1024:
-                    continue
-                nbytes = waste * group.memory.compute_itemsize
-                key = (layout.shape, layout.dim)
-                known = found.get(key)
-                name = parameter.name if known is None else known.parameter
-                total = nbytes + (0 if known is None else known.nbytes)
-                found[key] = Padding(name, total, waste / layout.numel, _cure(layout.shape, layout.dim, layout.world))
-    return tuple(sorted(found.values(), key=lambda padding: -padding.nbytes))
-
-
-def _cure(shape: tuple[int, ...], dim: int, world: int) -> str:
-    even = even_dim(shape, world)
-    if even is not None:
-        return f"shard_placement_fn: Shard({even}), whose {shape[even]} rows {world} ranks share evenly"
-    fewer = max((n for n in range(1, min(world, shape[dim]) + 1) if shape[dim] % n == 0 and world % n == 0), default=1)
-    if fewer > 1:
-        return f"HSDP with {fewer} ranks that share, or {-(-shape[dim] // world) * world} rows instead of {shape[dim]}"
-    return f"{-(-shape[dim] // world) * world} rows instead of {shape[dim]}"
 
 
 def checkpoints_of(units: Sequence[Unit], strategy: Strategy, hardware: Hardware, failure_hours: float) -> Checkpoints:
@@ -318,6 +288,7 @@ def checkpoints_of(units: Sequence[Unit], strategy: Strategy, hardware: Hardware
 def _strategy(strategy: Strategy) -> dict[str, Any]:
     return {
         "ranks": strategy.ranks,
+        "hosts": strategy.hosts,
         "replicas": strategy.replicas,
         "shard": strategy.shard,
         "tensor": strategy.tensor,
@@ -418,6 +389,9 @@ def table(plan: Plan) -> str:
                 f"messages, axis {axis}: {traffic.calls} calls, {gigabytes(traffic.nbytes)} of each rank, "
                 f"{duration(traffic.seconds)} on the wire"
             )
+    if plan.sent_by_host:
+        ways = " or ".join(f"{gigabytes(nbytes)} in {way}" for way, nbytes in plan.sent_by_host.items())
+        lines.append(f"between {strategy.hosts} hosts: each sends {ways}")
     lines += [
         f"messages, axis {each.axis}: {each.count} x {each.operation}, {gigabytes(each.nbytes)} "
         + ("of whole tensors" if each.axis == "tp" else "that leave a rank")

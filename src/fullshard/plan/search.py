@@ -180,7 +180,7 @@ class Planner:
         together = asked.replicas * lcm(asked.tensor * asked.context, asked.experts)
 
         def at(groups: int) -> Plan:
-            return self.estimate(replace(asked, ranks=groups * together))
+            return self.estimate(replace(asked, ranks=groups * together, hosts=1))
 
         high = 1
         while not at(high).fits:

@@ -14,6 +14,7 @@ from ..schedule import Command, RunRecord, UnitRecord, Use, rules
 from .account import KINDS, Bytes, Exposed, Moment, Pool, Simulated, Traffic
 from .clock import AXES, Clock
 from .description import OUTSIDE, Parameter
+from .hosts import of_blocks
 from .machine import Hardware
 from .owners import owners_step
 from .reductions import Reductions
@@ -110,7 +111,7 @@ class Simulation:
         return found
 
     def _figures(self) -> tuple[float, float, float, dict[str, Traffic]]:
-        traffic = {axis: Traffic(t.calls, t.nbytes, t.seconds) for axis, t in self.found.traffic.items()}
+        traffic = {axis: Traffic(t.calls, t.nbytes, t.seconds, t.leaving) for axis, t in self.found.traffic.items()}
         traffic |= {axis: Traffic(seconds=seconds) for axis, seconds in self.found.along.items()}
         return self.clock.now, self.found.compute, self.found.exposed_seconds, traffic
 
@@ -124,6 +125,7 @@ class Simulation:
             t.calls += times * (traffic[axis].calls - before[3][axis].calls)
             t.nbytes += times * (traffic[axis].nbytes - before[3][axis].nbytes)
             t.seconds += times * (traffic[axis].seconds - before[3][axis].seconds)
+            t.leaving += times * (traffic[axis].leaving - before[3][axis].leaving)
         for axis in self.found.along:
             self.found.along[axis] += times * (traffic[axis].seconds - before[3][axis].seconds)
 
@@ -239,9 +241,9 @@ class Simulation:
                 arrives = max(arrives, self.clock.upload(memory.shard_nbytes))
             self.bytes.add("full parameters", name, memory.arriving_nbytes)
             self.pool.take("staging", name, _staging_key(group), memory.staging_nbytes)
-            ranks = memory.pack.world
-            stride = self.strategy.stride(ranks)
-            sent = self.clock.send("shard", ranks, stride, group.gathered_nbytes, group.gather_calls)
+            ranks, nbytes, calls = memory.pack.world, group.gathered_nbytes, group.gather_calls
+            leaving = self.strategy.placed.gathered(*group.gathered_parts, self.strategy.backend)
+            sent = self.clock.send("shard", ranks, self.strategy.stride(ranks), nbytes, calls, leaving=leaving)
             arrives = max(arrives, sent)
         self.arrivals[record.index] = arrives
 
@@ -252,7 +254,10 @@ class Simulation:
             self.bytes.add("full parameters", name, memory.arriving_nbytes)
             self.pool.take("staging", name, _staging_key(group, kept=True), memory.secondary_staging_nbytes)
             stride = self.strategy.stride(memory.pack.world)
-            sent = self.clock.send("block", unit.part, stride, group.kept_gathered_nbytes, group.gather_calls)
+            share = of_blocks(self.strategy.ranks, unit.part, self.strategy.hosts)
+            leaving = self.strategy.placed.gathered(*group.kept_gathered_parts, self.strategy.backend, share)
+            nbytes, calls = group.kept_gathered_nbytes, group.gather_calls
+            sent = self.clock.send("block", unit.part, stride, nbytes, calls, leaving=leaving)
             arrives = max(arrives, sent)
         self.arrivals[record.index] = arrives
 

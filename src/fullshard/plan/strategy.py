@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from ..layout import (
     FlatLayout,
+    GatherPlan,
     ShardLayout,
     UnitMemory,
     align_numel,
@@ -21,6 +22,7 @@ from ..layout import (
     secondary_layout,
 )
 from .description import Model, Parameter, UnitShape
+from .hosts import HostGroups, on_hosts
 from .recomputation import NONE, RECOMPUTATIONS, is_on_host, is_way, on_host, without_host
 
 # As `api/fully_shard.py` has it: full parameters of this many bytes travel by themselves where messages are grouped.
@@ -67,6 +69,7 @@ class Strategy:
     the parameters; `experts`: ranks that have different experts, of both. `even`: a parameter whose rows the ranks
     cannot share evenly is cut along another dim, if they can share that (`shard_placement_fn`). `compiled`: units and
     loss are compiled, which changes times alone; `float8`: so do linear layers in float8, whose gathers have `compute`.
+    `hosts`: on which the ranks are, equally many on each; `levels`: messages may go in two levels between them.
 
     >>> Strategy(ranks=16, replicas=2).shard, Strategy(ranks=16, replicas=2, tensor=4).shard
     (8, 2)
@@ -93,9 +96,11 @@ class Strategy:
     compiled: bool = False
     float8: bool = False
     experts: int = 1
+    hosts: int = 1
+    levels: bool = True
 
     def __post_init__(self) -> None:
-        for name in ("ranks", "replicas", "micro", "accumulate", "tensor", "context", "experts"):
+        for name in ("ranks", "replicas", "micro", "accumulate", "tensor", "context", "experts", "hosts"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}: expected at least 1, found {getattr(self, name)}")
         if self.ranks % self.tensor:
@@ -106,6 +111,10 @@ class Strategy:
             raise ValueError(
                 f"replicas: expected a number that divides the {ranks} ranks{alike}, found {self.replicas}"
             )
+        if self.ranks % self.hosts:
+            raise ValueError(f"hosts: expected a number that divides the {self.ranks} ranks, found {self.hosts}")
+        if self.hosts > 1 and self.tensor * self.context * self.experts > 1:
+            raise ValueError(f"hosts: expected data parallelism alone, found {self}; plan one host")
         if self.shard % self.context:
             raise ValueError(
                 f"context: expected a number that divides the {self.shard} ranks that share the parameters, found "
@@ -144,6 +153,11 @@ class Strategy:
         ((4, 1), (2, 4))
         """
         return {"tp": (self.tensor, 1), "cp": (self.context, self.tensor), "ep": (self.experts, 1)}[axis]
+
+    @property
+    def placed(self) -> HostGroups:
+        """Its groups on its hosts."""
+        return on_hosts(self.ranks, self.shard, self.hosts, self.backend, levels=self.levels)
 
     @property
     def computed(self) -> str:
@@ -222,20 +236,28 @@ class Group:
     @property
     def gathered_nbytes(self) -> int:
         """Bytes of the messages of an all-gather: what every rank has of it afterwards."""
-        pack, plan = self.memory.pack, self.memory.plan
+        return sum(self.gathered_parts)
+
+    @property
+    def gathered_parts(self) -> tuple[int, int]:
+        """The same of parameters that travel by themselves, and of those that are packed."""
+        return self._gathered(self.memory.pack, self.memory.plan)
+
+    def _gathered(self, pack: FlatLayout, plan: GatherPlan) -> tuple[int, int]:
         if pack.world == 1:
-            return 0
+            return 0, 0
         direct = sum(pack.segments[i].layout.padded_full_numel for i in plan.direct)
-        return (direct + plan.staging_numel(pack)) * self.memory.compute_itemsize
+        return direct * self.memory.compute_itemsize, plan.staging_numel(pack) * self.memory.compute_itemsize
 
     @property
     def kept_gathered_nbytes(self) -> int:
         """The same for the gather of secondary shards over their block."""
-        kept, plan = self.memory.kept, self.memory.plan
-        if kept is None:
-            return 0
-        direct = sum(kept.segments[i].layout.padded_full_numel for i in plan.direct)
-        return (direct + plan.staging_numel(kept)) * self.memory.compute_itemsize
+        return sum(self.kept_gathered_parts)
+
+    @property
+    def kept_gathered_parts(self) -> tuple[int, int]:
+        kept = self.memory.kept
+        return (0, 0) if kept is None else self._gathered(kept, self.memory.plan)
 
     @property
     def gather_calls(self) -> int:
@@ -408,8 +430,10 @@ def _layouts(
     direct = direct_indices(layouts, compute, backend=backend, direct_threshold_nbytes=threshold)
     pack = packed(shapes, direct)
     plan = plan_gather(pack, compute, backend=backend, direct_threshold_nbytes=threshold)
-    exchanges = exchanges_gradients(backend)
-    sums_here = exchanges and world > 1
+    exchanges, in_levels = exchanges_gradients(backend), False
+    if strategy.hosts > 1:
+        exchanges, in_levels = strategy.placed.exchanges, strategy.placed.in_levels
+    sums_here = (exchanges or in_levels) and world > 1
     # A window holds gradients in the reduce dtype, and sends them in it.
     held = reduce if strategy.accumulate > 1 and not strategy.send_each else 0
     memory = UnitMemory(
@@ -425,6 +449,7 @@ def _layouts(
         kept=secondary_layout(pack, plan, part) if part else None,
         held_itemsize=held,
         offloaded=strategy.offload,
+        in_levels=in_levels and world > 1,
     )
     if not any(trainable for _, _, trainable in shapes):
         return memory, None
