@@ -173,7 +173,7 @@ def _plain(
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(config.optimizer, config.training.steps, step + 1)
         starts = trainer.order.starts(step, batch)
-        rows = torch.stack([trainer.train_tokens[s : s + length + 1] for s in starts]).long()
+        rows = torch.stack([trainer.part.tokens[s : s + length + 1] for s in starts]).long()
         loss = model(input_ids=rows, labels=rows).loss
         loss.backward()
         norms.append(float(nn.utils.clip_grad_norm_(trained, config.training.clip_norm)))

@@ -22,8 +22,8 @@ model.experts model.experts_per_token model.balance_loss
 training.steps training.global_batch training.micro_batch training.sequence_length training.clip_norm
 training.accumulate training.nonfinite training.replay_every training.check_every training.timeout_seconds
 training.device training.seed training.threads
-optimizer.lr optimizer.min_lr_ratio optimizer.warmup_steps optimizer.beta1 optimizer.beta2 optimizer.eps
-optimizer.weight_decay
+optimizer.name optimizer.lr optimizer.schedule optimizer.min_lr_ratio optimizer.warmup_steps optimizer.decay_steps
+optimizer.beta1 optimizer.beta2 optimizer.eps optimizer.momentum optimizer.weight_decay
 sharding.data_parallel_shard_degree sharding.data_parallel_replicate_degree sharding.reshard_after_forward
 sharding.cpu_offload sharding.pin_memory
 sharding.parallelism.tensor_parallel_degree sharding.parallelism.enable_sequence_parallel
@@ -40,7 +40,7 @@ sharding.activation_checkpointing.at sharding.activation_checkpointing.classes
 sharding.activation_checkpointing.every sharding.activation_checkpointing.recompute
 sharding.activation_checkpointing.save sharding.activation_checkpointing.offload
 adapters.method adapters.rank adapters.alpha adapters.dropout adapters.targets adapters.modules_to_save
-data.corpus data.text_key data.validation_fraction data.tokenizer data.bpe_vocab
+data.corpus data.text_key data.prompt_key data.validation_fraction data.tokenizer data.bpe_vocab
 metrics.log_every metrics.eval_every metrics.eval_windows metrics.tensorboard
 metrics.record_first metrics.record_every metrics.plot
 checkpoint.every checkpoint.keep_last checkpoint.keep_every checkpoint.keep_best checkpoint.metric

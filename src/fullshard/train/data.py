@@ -234,6 +234,16 @@ class TokenSplit:
     validation_counted: Tensor | None = None
 
 
+@dataclass(slots=True)
+class TrainingPart:
+    """The tokens to train on, whether each counts as a target (None: all do), and how many targets of the step count,
+    over all processes."""
+
+    tokens: Tensor
+    counted: Tensor | None
+    of_step: int
+
+
 def tokenize(corpus: Corpus, tokenizer: Tokenizer, validation_fraction: float) -> TokenSplit:
     """All documents, each between BOS and EOS, split once: the last `validation_fraction` of the tokens validates.
 

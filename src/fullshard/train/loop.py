@@ -32,7 +32,7 @@ from fullshard import balance_loss, checkpoint
 from fullshard.observe import Recorder, Report
 from fullshard.train.config import AUTO, Config
 from fullshard.train.console import Console
-from fullshard.train.data import SampleOrder, Tokenizer, TokenSplit, validation_windows, windows
+from fullshard.train.data import SampleOrder, Tokenizer, TokenSplit, TrainingPart, validation_windows, windows
 from fullshard.train.folder import Checkpoints
 from fullshard.train.metrics import MetricsFile, StepRecord, TensorBoard, memory_nbytes, peak_flop_per_second
 from fullshard.train.model import as_fsdp, compute_dtype
@@ -126,8 +126,7 @@ class Trainer:
             )
         if keys.check_every:
             fullshard.check_invariants(model, every=keys.check_every)
-        self.train_tokens, self.counted = split.train, split.train_counted
-        self.tokens_counted = keys.global_batch * keys.sequence_length  # of the step, over all processes
+        self.part = TrainingPart(split.train, split.train_counted, keys.global_batch * keys.sequence_length)
         self.order = SampleOrder(num_tokens=len(split.train), sequence_length=keys.sequence_length, seed=keys.seed)
         self.validation = validation_windows(
             split.validation, keys.sequence_length, config.metrics.eval_windows, tokenizer.pad, split.validation_counted
@@ -174,7 +173,7 @@ class Trainer:
     def weight(self) -> float:
         """The factor of a token's loss. The reduction averages over shares, so each weighs its tokens by their number:
         the result is the mean over the tokens of the global batch that count, exact for powers of two."""
-        return self.world.averaged / self.tokens_counted
+        return self.world.averaged / self.part.of_step
 
     def run(self, outputs: Outputs, checkpoints: Checkpoints | None = None, *, after: int = 0) -> Outcome:
         """All steps after step `after`, with checkpoints between them.
@@ -239,10 +238,10 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         starts = self.order.starts(step - 1, keys.global_batch)
-        if self.counted is not None:
+        if self.part.counted is not None:
             # Every process has all tokens, so it counts those of the others without a message.
-            places = [self.counted[s + 1 : s + keys.sequence_length + 1] for s in starts]
-            self.tokens_counted = max(int(torch.stack(places).sum()), 1)
+            places = [self.part.counted[s + 1 : s + keys.sequence_length + 1] for s in starts]
+            self.part.of_step = max(int(torch.stack(places).sum()), 1)
         nats, nbytes = self._backward(starts)
         # Before clipping, which would spread one NaN over all gradients.
         # The stages of a pipeline have no mesh in common.
@@ -258,7 +257,7 @@ class Trainer:
         if checkpoints is not None:
             checkpoints.failed_somewhere = bool(failures)
         tokens = keys.global_batch * keys.sequence_length
-        loss = Loss(nats, self.tokens_counted, round(nbytes))
+        loss = Loss(nats, self.part.of_step, round(nbytes))
         # The norm of finite gradients may overflow.
         finite = check.ok and math.isfinite(norm)
         nonfinite = None if finite else f"loss is {loss.per_token}, gradient norm is {norm}; {check}"
@@ -305,7 +304,9 @@ class Trainer:
     def _backward(self, starts: list[int]) -> tuple[float, float]:
         """Gradients of this rank's share of the windows; returns its summed loss in nats, and its bytes of text."""
         own = starts[self.world.share * self.share : (self.world.share + 1) * self.share]
-        inputs, targets = windows(self.train_tokens, own, self.config.training.sequence_length, self.counted, self.pad)
+        inputs, targets = windows(
+            self.part.tokens, own, self.config.training.sequence_length, self.part.counted, self.pad
+        )
         weight = self.weight
         if self.pipeline is not None:
             device = self.world.device

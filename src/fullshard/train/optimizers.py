@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fullshard.extras import matrices, step_on_owners
+import fullshard
 from fullshard.train.optimizer_keys import OptimizerKeys
 
 
@@ -50,7 +50,7 @@ def make_optimizer(model: nn.Module, keys: OptimizerKeys) -> Optimizer:
     updates have the size of AdamW's (`adjust_lr_fn="match_rms_adamw"`), so one rate is for both.
     """
     if keys.name == "muon":
-        found = matrices(model)
+        found = fullshard.extras.matrices(model)
         options: dict[str, Any] = {"momentum": keys.momentum, "adjust_lr_fn": "match_rms_adamw"}
         muon = torch.optim.Muon(
             [p for p in found if p.ndim == 2], lr=keys.lr, weight_decay=keys.weight_decay, **options
@@ -58,13 +58,13 @@ def make_optimizer(model: nn.Module, keys: OptimizerKeys) -> Optimizer:
         stacks = [p for p in found if p.ndim == 3]
         if stacks:  # experts, which torch's Muon takes on owners alone
             muon.add_param_group({"params": stacks})
-        both = Optimizers([muon, adamw(matrices(model, rest=True), keys)])
-        step_on_owners(both.parts, model=model)
+        both = Optimizers([muon, adamw(fullshard.extras.matrices(model, rest=True), keys)])
+        fullshard.step_on_owners(both.parts, model=model)
         # What has groups, state and a step is an optimizer to the loop and the library.
         return cast(Optimizer, both)
     if keys.name == "adafactor":
         adafactor = torch.optim.Adafactor(decayed(model.parameters(), keys), lr=keys.lr)
-        step_on_owners(adafactor, model=model)
+        fullshard.step_on_owners(adafactor, model=model)
         return adafactor
     return elementwise(model.parameters(), keys)
 
@@ -77,7 +77,7 @@ def elementwise(parameters: Iterable[nn.Parameter], keys: OptimizerKeys) -> Opti
 
 
 def copies(keys: OptimizerKeys) -> int | None:
-    """How many values of a parameter's dtype the state has for each element; None where that depends on shapes."""
+    """The number of values that the state has for each element of a parameter; None where that depends on shapes."""
     return {"adamw": 2, "sgd": int(keys.momentum > 0)}.get(keys.name)
 
 
