@@ -174,6 +174,14 @@ def test_a_planted_fault_of_a_pipeline_is_found(
     assert found is not None and (found.phase, found.name) == (phase, name) and cause in found.cause, found
 
 
+@pytest.mark.hang_after(300)
+def test_a_wrong_loss_of_the_step_is_found(tmp_path: Path) -> None:
+    """Each micro-batch has the right one; what all ranks get of them is their sum."""
+    fault = SeededFault("extras.pipeline:Pipeline._shared", "whole.mean() if self.mean", "whole.sum() if self.mean")
+    found = compare(tmp_path, record(tmp_path, "zero2+pp=2", 2, fault, entry=ENTRY + "staged", steps=1)).difference
+    assert found is not None and (found.phase, found.name, found.rank) == ("forward", "loss of the step", 0), found
+
+
 @pytest.mark.slow
 @pytest.mark.hang_after(300)
 def test_a_norm_of_one_stage_alone_is_found(tmp_path: Path) -> None:
