@@ -1,4 +1,4 @@
-"""What the interface of a host sends: how much of a message leaves it, by the way in which the message travels.
+"""The bytes that the interface of a host sends: the part of a message that leaves it, for each way to send.
 
 Ranks are on hosts in their order, equally many on each, as launchers number them.
 """
@@ -14,7 +14,7 @@ from ..layout import levels_of, sends_in_pairs
 
 
 class Share(NamedTuple):
-    """What the busiest host sends of a message of 1, over all groups of an axis. ring: by a ring in the order of the
+    """The part of a message that the busiest host sends, over all groups of an axis. ring: by a ring in the order of the
     ranks, as backends route; pairs: from each rank to each other one; levels: in two levels, see `layout.levels`."""
 
     ring: float = 0.0
@@ -77,7 +77,7 @@ def on_hosts(ranks: int, shard: int, hosts: int, backend: str, *, levels: bool =
 
 @lru_cache(maxsize=256)
 def of_blocks(ranks: int, block: int, hosts: int) -> Share:
-    """Of groups of `block` neighbours."""
+    """The share of groups of `block` neighbours."""
     each = ranks // hosts
     return (
         Share()
@@ -87,7 +87,7 @@ def of_blocks(ranks: int, block: int, hosts: int) -> Share:
 
 
 def share_of(groups: Sequence[Sequence[int]]) -> Share:
-    """Of groups whose ranks are on these hosts, in the order of the ranks.
+    """The share of groups whose ranks are on these hosts, in the order of the ranks.
 
     >>> share_of([[0, 0, 1, 1]])
     Share(ring=0.75, pairs=1.0, levels=0.5)

@@ -156,7 +156,7 @@ class Strategy:
 
     @property
     def placed(self) -> HostGroups:
-        """Its groups on its hosts."""
+        """The groups of its ranks on its hosts."""
         return on_hosts(self.ranks, self.shard, self.hosts, self.backend, levels=self.levels)
 
     @property
