@@ -14,8 +14,9 @@ from ..layout import levels_of, sends_in_pairs
 
 
 class Share(NamedTuple):
-    """The part of a message that the busiest host sends, over all groups of an axis. ring: by a ring in the order of the
-    ranks, as backends route; pairs: from each rank to each other one; levels: in two levels, see `layout.levels`."""
+    """The part of a message that the busiest host sends, over all groups of an axis. ring: by a ring in the order of
+    the ranks, as backends route; pairs: from each rank to each other one; levels: in two levels, see `layout.levels`.
+    """
 
     ring: float = 0.0
     pairs: float = 0.0
