@@ -485,7 +485,11 @@ PROVEN: dict[str, Case] = {
         "the part of rank 1 was added twice",
     ),
     "held gradients are dropped": Case(
-        SeededFault(TAKE, "if with_held", "if False"),
+        SeededFault(
+            TAKE,
+            "sums[i] if i in sums else gradients.sum_with_held() if with_held else gradients.fresh",
+            "gradients.fresh",
+        ),
         "zero3+micro=2",
         "backward",
         "norm.norm.bias",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 import re
 from pathlib import Path
 
@@ -43,11 +44,16 @@ def counted(rank: int) -> list[int]:
     trained = _open()
     fullshard.clip_grad_norm_(model.parameters(), 1.0)
     dist.barrier(group)
-    return [trained - before, _open() - trained]
+    return [len(trained - before), len(_open() - trained)]
 
 
-def _open() -> int:
-    return len(os.listdir("/proc/self/fd"))
+def _open() -> set[tuple[str, str]]:
+    """The open descriptors, and of what they are. Those of former tests may be closed at any time."""
+    found = set[tuple[str, str]]()
+    for name in os.listdir("/proc/self/fd"):
+        with suppress(FileNotFoundError):  # that of the listing itself
+            found.add((name, os.readlink(f"/proc/self/fd/{name}")))
+    return found
 
 
 @pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])

@@ -125,13 +125,13 @@ def copied_around(module: nn.Module, children: dict[str, nn.Module | None]) -> n
 def calling_stage(module: nn.Module) -> dist.ProcessGroup | None:
     """The group of the pipeline's axis, if a stage of a pipeline around `module` called the caller's caller, or None.
 
-    Read off the calling frames: torch's stages have the attributes `submod` and `group`, and register nowhere. Locals
-    of other code are not asked for: before Python 3.13 that copies them into a dict which the frame keeps, and a
-    training loop would keep the batch and the logits of its last micro-batch through the next one.
+    Read off the calling frames: stages have the attributes `submod` and `group`, and register nowhere. Locals of code
+    that does not name `submod` are not asked for: before Python 3.13 that copies them into a dict which the frame
+    keeps, and a training loop would keep the batch and the logits of its last micro-batch through the next one.
     """
     frame = sys._getframe(2)
     for _ in range(_FRAMES):
-        stage = frame.f_locals.get("self") if frame.f_globals.get("__name__") == _STAGES else None
+        stage = frame.f_locals.get("self") if "submod" in frame.f_code.co_names else None
         if stage is not None and getattr(stage, "submod", None) is module and hasattr(stage, "group"):
             group = stage.group
             return dist.group.WORLD if group is None else cast(dist.ProcessGroup, group)
@@ -141,9 +141,8 @@ def calling_stage(module: nn.Module) -> dist.ProcessGroup | None:
     return None
 
 
-# How far up a stage is looked for, and where its methods are written.
+# How far up a stage is looked for.
 _FRAMES = 3
-_STAGES = "torch.distributed.pipelining.stage"
 
 
 # ---- outside ---------------------------------------------------------------------------------------------------------

@@ -95,6 +95,9 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
     PrivateName("torch.ops.aten.mm.default._overloadpacket", _OPERATIONS),
     PrivateName("torch.UntypedStorage._cdata", _OPERATIONS),
     PrivateName("torch.utils._python_dispatch.TorchDispatchMode", _OPERATIONS),
+    PrivateName(
+        "torch.ops.mkldnn._is_mkldnn_bf16_supported", "whether an LSTM on this CPU runs in oneDNN (plan/recurrent.py)"
+    ),
     PrivateName("torch.ops.aten._scaled_dot_product_flash_attention_for_cpu", "fused attention on the meta device"),
     PrivateName("torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward", _ATTENTION),
     PrivateName("torch.ops.aten._scaled_dot_product_flash_attention", _ATTENTION),
