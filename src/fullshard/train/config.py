@@ -27,6 +27,8 @@ from fullshard.migrate.parallelism import DEGREES, ModelShape
 from fullshard.migrate.schedules import find_schedule
 from fullshard.train import former_keys
 from fullshard.train.adapter_keys import AdapterKeys, check_pretrained, refuse_without_folder, with_folder
+from fullshard.train.data_keys import DataKeys as DataKeys
+from fullshard.train.data_keys import check_keys
 from fullshard.train.optimizer_keys import OptimizerKeys as OptimizerKeys
 from fullshard.train.optimizer_keys import check_optimizer
 
@@ -105,26 +107,6 @@ class TrainingKeys:
 
 
 @dataclass(frozen=True, slots=True)
-class DataKeys:
-    corpus: str = setting(
-        "builtin",
-        '"builtin" = the documentation inside Python; "path:FILE" = text or .jsonl; FILE may be several, with commas '
-        "between them, and patterns as *.txt",
-    )
-    text_key: str = setting("text", "key of the text in an object of a .jsonl corpus")
-    prompt_key: str = setting(
-        "", 'key of a prompt beside it: text that comes before, and whose tokens have no loss; "" = none'
-    )
-    validation_fraction: float = setting(0.1, "last part of the corpus, kept for validation", above=0.0, most=0.5)
-    tokenizer: str = setting(
-        "bytes",
-        '"bytes", "bpe" trained on the corpus (needs fullshard[bpe]), or "folder" = that of model.folder',
-        choices=("bytes", "bpe", "folder"),
-    )
-    bpe_vocab: int = setting(1024, "vocabulary of the BPE tokenizer", least=260)
-
-
-@dataclass(frozen=True, slots=True)
 class MetricsKeys:
     log_every: int = setting(10, "steps between two lines on a console that is not a terminal", least=1)
     eval_every: int = setting(50, "steps between two validations; the last step always validates", least=1)
@@ -194,7 +176,7 @@ class Config:
         else:
             refuse_without_folder(self, Config())
             self._check_llama()
-        c, d = self.checkpoint, self.data
+        c = self.checkpoint
         for key in ("staging_mib", "queue"):
             value = getattr(c, key)
             if value and not c.asynchronous:
@@ -202,10 +184,7 @@ class Config:
         if not c.keep_best and c.metric != CheckpointKeys().metric:
             raise invalid("checkpoint.metric", c.metric, "has no effect with checkpoint.keep_best = 0")
         check_optimizer(self)
-        if d.corpus != "builtin" and not (d.corpus.startswith("path:") and len(d.corpus) > len("path:")):
-            raise invalid("data.corpus", d.corpus, 'expected "builtin" or "path:FILE"', _nearest_corpus(d.corpus))
-        if d.prompt_key and d.corpus == "builtin":
-            raise invalid("data.prompt_key", d.prompt_key, "has no effect without a .jsonl corpus", show(""))
+        check_keys(self.data)
         _check_sharding(self.sharding, own_model=not self.model.folder)
         self._check_axes()
 
@@ -287,8 +266,8 @@ class Config:
     def shape(self) -> ModelShape:
         """The numbers of the model that degrees have to divide."""
         m, d = self.model, self.data
-        # Not divided, a vocabulary may have any size; that of a tokenizer of bytes is known where it is made.
-        vocabulary = 0 if m.tie_embeddings or d.tokenizer == "bytes" else d.bpe_vocab
+        # Not divided, a vocabulary may have any size; that of other tokenizers is known where they are made.
+        vocabulary = d.bpe_vocab if d.tokenizer == "bpe" and not m.tie_embeddings else 0
         return ModelShape(
             m.heads, m.kv_heads, self.ffn_dim, vocabulary, self.training.sequence_length, m.experts, m.layers
         )
@@ -391,11 +370,6 @@ def _divisors(number: int) -> list[int]:
 
 def _nearest(value: int, valid: list[int]) -> str:
     return str(min(valid, key=lambda v: (abs(v - value), v)))
-
-
-def _nearest_corpus(value: str) -> str:
-    # A bare file name is the likely mistake; for anything that looks like a path, suggest the same path with a prefix.
-    return show(f"path:{value}" if any(c in value for c in "./\\") else "builtin")
 
 
 # ---- reading and printing ---------------------------------------------------------------------------------------

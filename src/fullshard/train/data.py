@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from fullshard.train.config import ConfigError, DataKeys, invalid
-from fullshard.train.folder_tokenizer import FolderTokenizer
+from fullshard.train.folder_tokenizer import FolderTokenizer, open_tokenizer
 from fullshard.train.metrics import installed
 
 BPE_HINT = 'data.tokenizer = "bpe" needs the package tokenizers: pip install "fullshard[bpe]"'
@@ -143,6 +143,8 @@ def check_data(keys: DataKeys) -> Corpus:
     """Read the corpus and check that the tokenizer is available, before any process starts."""
     if keys.tokenizer == "bpe" and not installed("tokenizers"):
         raise ConfigError(BPE_HINT)
+    if keys.tokenizer_folder:
+        open_tokenizer(keys)
     return read_corpus(keys)
 
 

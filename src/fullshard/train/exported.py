@@ -11,8 +11,8 @@ from torch.distributed.tensor import DTensor
 
 from fullshard import checkpoint
 from fullshard.checkpoint.formats import export_full
-from fullshard.train.folder_tokenizer import FolderTokenizer
-from fullshard.train.pretrained import Pretrained, quiet_transformers
+from fullshard.train.folder_tokenizer import FolderTokenizer, quiet_transformers
+from fullshard.train.pretrained import Pretrained
 from fullshard.train.process import World
 
 MODEL, ADAPTERS = "model", "adapters"

@@ -23,6 +23,7 @@ from fullshard.plan.tape import note
 from fullshard.program import Program
 from fullshard.train.config import Config, invalid
 from fullshard.train.data import ByteTokenizer
+from fullshard.train.folder_tokenizer import open_tokenizer
 from fullshard.train.metrics import read_metrics
 from fullshard.train.model import llama_shape
 from fullshard.train.pretrained import open_pretrained, program_of
@@ -39,6 +40,8 @@ def programs_of(config: Config, world: int) -> Callable[[int | None], Program]:
     if config.model.folder:
         return lambda sequence: program_of(config, sequence or config.training.sequence_length)
     vocabulary = config.data.bpe_vocab if config.data.tokenizer == "bpe" else ByteTokenizer().vocab
+    if config.data.tokenizer_folder:
+        vocabulary = open_tokenizer(config.data).vocab
     shape = llama_shape(config, vocabulary)
     plan, axes = config.sharding.parallel, config.axes(world)
     parts, shared = axes.cp, axes.shards * axes.tp

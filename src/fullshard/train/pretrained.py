@@ -14,8 +14,6 @@ from __future__ import annotations
 import difflib
 import importlib
 import json
-import logging
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -34,7 +32,7 @@ from fullshard.migrate.config import InitialisationKeys
 from fullshard.program import Program
 from fullshard.train.adapter_keys import ALL_LINEAR
 from fullshard.train.config import Config, ConfigError, invalid
-from fullshard.train.folder_tokenizer import FolderTokenizer
+from fullshard.train.folder_tokenizer import FolderTokenizer, quiet_transformers, read_tokenizer
 from fullshard.train.metrics import installed
 from fullshard.train.model import Llama, flop_per_token
 from fullshard.train.process import World
@@ -176,11 +174,7 @@ def open_pretrained(config: Config, *, fetch: bool = True) -> Pretrained:
     except (OSError, ValueError, KeyError) as error:
         raise invalid("model.folder", str(path), f"transformers cannot read its config.json: {_line(error)}") from None
     told.__dict__.pop("quantization_config", None)
-    try:
-        words = transformers.AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-    except Exception as error:
-        problem = f"expected a tokenizer in it, which transformers cannot make: {_line(error)}"
-        raise invalid("model.folder", str(path), problem) from None
+    words = read_tokenizer(path, "model.folder", str(path))
     text = told.get_text_config()
     if getattr(told, "output_router_logits", False):
         problem = (
@@ -277,21 +271,6 @@ def _linear_names(model: nn.Module) -> list[str]:
 def _line(error: BaseException) -> str:
     """The first sentence of an error, which other packages spread over lines."""
     return str(error).strip().partition("\n")[0] or type(error).__name__
-
-
-def quiet_transformers() -> Any:
-    """The package, without bars and notes."""
-    # torchao, which both packages import where it is installed, reports kernels that this machine lacks.
-    for name in ("torchao", "torch.utils._pytree"):
-        logging.getLogger(name).setLevel(logging.ERROR)
-    transformers = importlib.import_module("transformers")
-    transformers.utils.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
-    warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
-    # PEFT says both of models whose layers it takes as they are.
-    warnings.filterwarnings("ignore", "fan_in_fan_out is set to False", UserWarning)
-    warnings.filterwarnings("ignore", "The following (rank|alpha)_pattern keys did not match", RuntimeWarning)
-    return transformers
 
 
 def opened_on_all(config: Config, world: World) -> Pretrained:

@@ -14,6 +14,7 @@ from fullshard import balance_loss
 from fullshard.program import Program, ProgramError
 from fullshard.train import data
 from fullshard.train.config import ConfigError, invalid, load_config
+from fullshard.train.folder_tokenizer import open_tokenizer
 from fullshard.train.model import Llama, llama_shape
 from fullshard.train.optimizers import elementwise
 from fullshard.train.pretrained import logits_of, open_pretrained, refuse_4_bits
@@ -41,6 +42,8 @@ def program(path: str = "") -> Program:
             tokenizer = found.tokenizer
         elif config.data.tokenizer == "bpe":
             tokenizer = data.BPETokenizer(data.train_bpe(corpus.texts, config.data.bpe_vocab))
+        elif config.data.tokenizer_folder:
+            tokenizer = open_tokenizer(config.data)
     except ConfigError as error:
         raise ProgramError(str(error)) from error
     tokens = data.tokenize(corpus, tokenizer, config.data.validation_fraction).train

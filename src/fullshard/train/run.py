@@ -17,6 +17,7 @@ from fullshard.train import data, folder, metrics
 from fullshard.train.config import Config, ConfigError
 from fullshard.train.console import Console, clock, console_for, draw_loss, memory_lines
 from fullshard.train.exported import export
+from fullshard.train.folder_tokenizer import TOKENIZER, FolderTokenizer, open_tokenizer
 from fullshard.train.loop import Outcome, Outputs, Trainer
 from fullshard.train.metrics import in_units
 from fullshard.train.model import as_fsdp, llama_shape, sharded_model
@@ -55,6 +56,8 @@ def train(config: Config, world: World, run_dir: Path) -> None:
     )
     console.say(str(found))
     same = {"corpus_sha256": corpus.sha256, "vocab": tokenizer.vocab, "seed": config.training.seed}
+    if config.data.tokenizer_folder and isinstance(tokenizer, FolderTokenizer):
+        same["tokenizer"] = tokenizer.fingerprint()
     if found_in is not None:
         same["base"] = found_in.fingerprint()
     checkpoints = folder.Checkpoints(run_dir, config.checkpoint, world, model, optimizer, same, trainer.micro)
@@ -115,6 +118,12 @@ def _tokenizer(config: Config, world: World, corpus: data.Corpus, run_dir: Path)
     """The tokenizer; rank 0 trains a BPE and sends it to the others."""
     if config.data.tokenizer == "bytes":
         return data.ByteTokenizer()
+    if config.data.tokenizer_folder:
+        words = open_tokenizer(config.data)
+        world.agree("SHA-256 of the tokenizer", words.fingerprint())
+        if world.rank == 0:
+            words.inner.save_pretrained(run_dir / TOKENIZER)
+        return words
     if world.rank == 0:
         json_text = data.train_bpe(corpus.texts, config.data.bpe_vocab)
         folder.write_text(run_dir / "tokenizer.json", json_text)

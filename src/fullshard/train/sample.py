@@ -14,6 +14,7 @@ from fullshard.checkpoint.formats.hf import read_safetensors
 from fullshard.train.config import Config, SampleKeys, load_config
 from fullshard.train.data import BPETokenizer, ByteTokenizer, Tokenizer
 from fullshard.train.exported import MODEL, load_exported
+from fullshard.train.folder_tokenizer import TOKENIZER, FolderTokenizer, read_tokenizer
 from fullshard.train.model import Llama, llama_shape
 from fullshard.train.pretrained import logits_of
 
@@ -75,6 +76,9 @@ def load_run(run_dir: Path) -> tuple[Callable[[Tensor], Tensor], Tokenizer, Conf
     tokenizer: Tokenizer = ByteTokenizer()
     if config.data.tokenizer == "bpe":
         tokenizer = BPETokenizer((run_dir / "tokenizer.json").read_text())
+    elif config.data.tokenizer_folder:
+        _expect(run_dir, f"{TOKENIZER}/tokenizer_config.json")
+        tokenizer = FolderTokenizer(read_tokenizer(run_dir / TOKENIZER, "data.tokenizer", str(run_dir / TOKENIZER)))
     with torch.device("meta"):
         llama = Llama(llama_shape(config, tokenizer.vocab))
     llama.to_empty(device="cpu")
