@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from contextlib import suppress
 import re
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
