@@ -17,7 +17,7 @@ import importlib
 import json
 import os
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fullshard.train.chats import Conversation, chat_tokens, conversation_of
 from fullshard.train.config import ConfigError, DataKeys, invalid
 from fullshard.train.folder_tokenizer import FolderTokenizer, open_tokenizer
 from fullshard.train.metrics import installed
@@ -42,6 +43,8 @@ class Corpus:
     sha256: str  # of the file's bytes; of several their digests'; of the joined documents for the built-in corpus
     nbytes: int
     prompts: tuple[str, ...] = ()  # of each document, before its text; () where there are none
+    chats: tuple[Conversation, ...] = ()  # in place of documents, with `data.messages_key`
+    assistant_only: bool = False  # of chats, the tokens that count
 
     @property
     def texts(self) -> tuple[str, ...]:
@@ -53,19 +56,32 @@ def read_corpus(keys: DataKeys) -> Corpus:
     if keys.corpus == "builtin":
         return _builtin()
     digests, documents, prompts, nbytes = [], [], [], 0
+    chats: list[Conversation] = []
     for path in _files(keys):
         raw, text = _read(keys, path)
         digests.append(hashlib.sha256(raw).hexdigest())
         nbytes += len(raw)
+        for name in ("prompt_key", "messages_key"):
+            if (key := getattr(keys, name)) and path.suffix != ".jsonl":
+                raise invalid(f"data.{name}", key, f"has no effect on {path}, which is no .jsonl", '""')
+        if keys.messages_key:
+            chats += _jsonl_chats(keys, path, text)
+            continue
         found = _jsonl_documents(keys, text) if path.suffix == ".jsonl" else [("", text)]
-        if keys.prompt_key and path.suffix != ".jsonl":
-            raise invalid("data.prompt_key", keys.prompt_key, f"has no effect on {path}, which is no .jsonl", '""')
         prompts += [prompt for prompt, _ in found]
         documents += [text for _, text in found]
-    if not any(documents):
+    if not any(documents) and not chats:
         raise invalid("data.corpus", keys.corpus, "there is no text in it")
     sha256 = digests[0] if len(digests) == 1 else hashlib.sha256("".join(digests).encode()).hexdigest()
-    return Corpus(keys.corpus, tuple(documents), sha256, nbytes, tuple(prompts) if keys.prompt_key else ())
+    return Corpus(
+        keys.corpus,
+        tuple(documents),
+        sha256,
+        nbytes,
+        tuple(prompts) if keys.prompt_key else (),
+        tuple(chats),
+        keys.loss_on == "assistant",
+    )
 
 
 def _files(keys: DataKeys) -> list[Path]:
@@ -112,14 +128,7 @@ def _jsonl_documents(keys: DataKeys, text: str) -> list[tuple[str, str]]:
     """The prompt and the text of each line: an object with the text under `data.text_key`, and the prompt under
     `data.prompt_key` if there is that; or a plain JSON string."""
     documents = []
-    # Split at line feeds only: `splitlines` also splits at characters that JSON strings may contain unescaped.
-    for number, line in enumerate(text.split("\n"), start=1):
-        if not line.strip():
-            continue
-        try:
-            value = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise invalid("data.corpus", keys.corpus, f"line {number} is not JSON: {error.msg}") from None
+    for number, value in _jsonl_values(keys, text):
         found = [""]
         for name in ("prompt_key", "text_key") if keys.prompt_key else ("text_key",):
             key, one = getattr(keys, name), value
@@ -139,13 +148,39 @@ def _jsonl_documents(keys: DataKeys, text: str) -> list[tuple[str, str]]:
     return documents
 
 
+def _jsonl_chats(keys: DataKeys, path: Path, text: str) -> list[Conversation]:
+    """The conversation of each line, under `data.messages_key`."""
+    found = []
+    for number, value in _jsonl_values(keys, text):
+        if not isinstance(value, dict) or keys.messages_key not in value:
+            there = ", ".join(map(str, value)) if isinstance(value, dict) else type(value).__name__
+            problem = f"line {number} of {path} has no such key, only {there or 'no key'}"
+            raise invalid("data.messages_key", keys.messages_key, problem)
+        found.append(conversation_of(value[keys.messages_key], f"line {number} of {path}"))
+    return found
+
+
+def _jsonl_values(keys: DataKeys, text: str) -> Iterator[tuple[int, Any]]:
+    """Each line that is not empty, with its number from 1."""
+    # Split at line feeds only: `splitlines` also splits at characters that JSON strings may contain unescaped.
+    for number, line in enumerate(text.split("\n"), start=1):
+        if line.strip():
+            try:
+                yield number, json.loads(line)
+            except json.JSONDecodeError as error:
+                raise invalid("data.corpus", keys.corpus, f"line {number} is not JSON: {error.msg}") from None
+
+
 def check_data(keys: DataKeys) -> Corpus:
     """Read the corpus and check that the tokenizer is available, before any process starts."""
     if keys.tokenizer == "bpe" and not installed("tokenizers"):
         raise ConfigError(BPE_HINT)
-    if keys.tokenizer_folder:
-        open_tokenizer(keys)
-    return read_corpus(keys)
+    words = open_tokenizer(keys) if keys.tokenizer_folder else None
+    corpus = read_corpus(keys)
+    if words is not None and corpus.chats:
+        # Of all conversations the first; the others are read by the run.
+        chat_tokens(words.inner, corpus.chats[0], corpus.assistant_only)
+    return corpus
 
 
 # ---- tokens ----------------------------------------------------------------------------------------------------
@@ -249,7 +284,8 @@ class TrainingPart:
 def tokenize(corpus: Corpus, tokenizer: Tokenizer, validation_fraction: float) -> TokenSplit:
     """All documents, each between BOS and EOS, split once: the last `validation_fraction` of the tokens validates.
 
-    Where there are prompts, each follows BOS, and its tokens do not count. It is tokenized apart from the text.
+    Where there are prompts, each follows BOS, and its tokens do not count. It is tokenized apart from the text. Chats
+    begin and end as their template writes them.
     """
     stream: list[int] = []
     counted: list[bool] = []
@@ -261,9 +297,16 @@ def tokenize(corpus: Corpus, tokenizer: Tokenizer, validation_fraction: float) -
         stream += before + after
         if corpus.prompts:
             counted += [False] * len(before) + [True] * len(after)
+    for chat in corpus.chats:
+        assert isinstance(tokenizer, FolderTokenizer)  # `data_keys` refuses others
+        found, counts = chat_tokens(tokenizer.inner, chat, corpus.assistant_only)
+        stream += found
+        counted += counts
+    if corpus.assistant_only and not any(counted):
+        raise ConfigError('data.loss_on = "assistant": expected messages of an assistant, found none in the corpus')
     tokens = torch.tensor(stream, dtype=torch.int32)
     cut = len(tokens) - max(round(len(tokens) * validation_fraction), 2)
-    if not corpus.prompts:
+    if not corpus.prompts and not corpus.assistant_only:
         return TokenSplit(tokens[:cut], tokens[cut:])
     mask = torch.tensor(counted)
     return TokenSplit(tokens[:cut], tokens[cut:], mask[:cut], mask[cut:])

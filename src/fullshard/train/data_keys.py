@@ -23,6 +23,12 @@ class DataKeys:
     prompt_key: str = setting(
         "", 'key of a prompt beside it: text that comes before, and whose tokens have no loss; "" = none'
     )
+    messages_key: str = setting(
+        "", 'key of a conversation, a list of messages, which the tokenizer\'s chat template writes; "" = none'
+    )
+    loss_on: str = setting(
+        "all", 'tokens of a conversation that have a loss: "all", or the "assistant"\'s', choices=("all", "assistant")
+    )
     validation_fraction: float = setting(0.1, "last part of the corpus, kept for validation", above=0.0, most=0.5)
     tokenizer: str = setting(
         "bytes",
@@ -50,6 +56,18 @@ def check_keys(keys: DataKeys) -> None:
         raise invalid("data.tokenizer", d.tokenizer, problem, show(nearest))
     if d.prompt_key and d.corpus == "builtin":
         raise invalid("data.prompt_key", d.prompt_key, "has no effect without a .jsonl corpus", show(""))
+    if not d.messages_key:
+        if d.loss_on != "all":
+            raise invalid("data.loss_on", d.loss_on, "has no effect without data.messages_key", show("all"))
+        return
+    if d.corpus == "builtin":
+        raise invalid("data.messages_key", d.messages_key, "has no effect without a .jsonl corpus", show(""))
+    if d.prompt_key:
+        problem = "a conversation has its prompts in its messages"
+        raise invalid("data.prompt_key", d.prompt_key, problem, show(""))
+    if d.tokenizer in ("bytes", "bpe"):
+        problem = "has no chat template, which data.messages_key needs"
+        raise invalid("data.tokenizer", d.tokenizer, problem, show(f"{FOLDER}PATH"))
 
 
 def _nearest_corpus(value: str) -> str:

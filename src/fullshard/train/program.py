@@ -33,6 +33,8 @@ def program(path: str = "") -> Program:
             raise invalid("optimizer.name", config.optimizer.name, problem, '"adamw"')
         if config.data.prompt_key:
             raise invalid("data.prompt_key", config.data.prompt_key, "fullshard verify counts all tokens", '""')
+        if config.data.loss_on != "all":
+            raise invalid("data.loss_on", config.data.loss_on, "fullshard verify counts all tokens", '"all"')
         corpus = data.check_data(config.data)
         tokenizer: data.Tokenizer = data.ByteTokenizer()
         found = None

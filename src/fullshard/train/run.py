@@ -56,7 +56,7 @@ def train(config: Config, world: World, run_dir: Path) -> None:
     )
     console.say(str(found))
     same = {"corpus_sha256": corpus.sha256, "vocab": tokenizer.vocab, "seed": config.training.seed}
-    if config.data.tokenizer_folder and isinstance(tokenizer, FolderTokenizer):
+    if (config.data.tokenizer_folder or corpus.chats) and isinstance(tokenizer, FolderTokenizer):
         same["tokenizer"] = tokenizer.fingerprint()
     if found_in is not None:
         same["base"] = found_in.fingerprint()
@@ -168,7 +168,7 @@ def _facts(
             "name": corpus.name,
             "sha256": corpus.sha256,
             "bytes": corpus.nbytes,
-            "documents": len(corpus.documents),
+            "documents": len(corpus.documents) + len(corpus.chats),
             "training_tokens": len(split.train),
             "validation_tokens": len(split.validation),
         },
