@@ -40,8 +40,8 @@ sharding.activation_checkpointing.at sharding.activation_checkpointing.classes
 sharding.activation_checkpointing.every sharding.activation_checkpointing.recompute
 sharding.activation_checkpointing.save sharding.activation_checkpointing.offload
 adapters.method adapters.rank adapters.alpha adapters.dropout adapters.targets adapters.modules_to_save
-data.corpus data.text_key data.prompt_key data.messages_key data.loss_on data.validation_fraction data.tokenizer
-data.bpe_vocab
+data.corpus data.text_key data.prompt_key data.messages_key data.loss_on data.validation_fraction
+data.validation data.tokenizer data.bpe_vocab
 metrics.log_every metrics.eval_every metrics.eval_windows metrics.tensorboard
 metrics.record_first metrics.record_every metrics.plot
 checkpoint.every checkpoint.keep_last checkpoint.keep_every checkpoint.keep_best checkpoint.metric

@@ -18,7 +18,7 @@ import json
 import os
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -82,6 +82,16 @@ def read_corpus(keys: DataKeys) -> Corpus:
         tuple(chats),
         keys.loss_on == "assistant",
     )
+
+
+def read_validation(keys: DataKeys) -> Corpus | None:
+    """The files that `data.validation` names, read as the corpus is; None where a part of that validates."""
+    if not keys.validation:
+        return None
+    try:
+        return read_corpus(replace(keys, corpus=keys.validation))
+    except ConfigError as error:
+        raise ConfigError(str(error).replace("data.corpus = ", "data.validation = ")) from None
 
 
 def _files(keys: DataKeys) -> list[Path]:
@@ -180,6 +190,7 @@ def check_data(keys: DataKeys) -> Corpus:
     if words is not None and corpus.chats:
         # Of all conversations the first; the others are read by the run.
         chat_tokens(words.inner, corpus.chats[0], corpus.assistant_only)
+    read_validation(keys)
     return corpus
 
 
@@ -281,12 +292,27 @@ class TrainingPart:
     of_step: int
 
 
-def tokenize(corpus: Corpus, tokenizer: Tokenizer, validation_fraction: float) -> TokenSplit:
-    """All documents, each between BOS and EOS, split once: the last `validation_fraction` of the tokens validates.
+def tokenize(
+    corpus: Corpus, tokenizer: Tokenizer, validation_fraction: float, validation: Corpus | None = None
+) -> TokenSplit:
+    """All documents, each between BOS and EOS, split once: the last `validation_fraction` of the tokens validates; or,
+    where there is a corpus for it, all of `validation`.
 
     Where there are prompts, each follows BOS, and its tokens do not count. It is tokenized apart from the text. Chats
     begin and end as their template writes them.
     """
+    tokens, counted = _stream(corpus, tokenizer)
+    if validation is not None:
+        others, counted_others = _stream(validation, tokenizer)
+        return TokenSplit(tokens, others, counted, counted_others)
+    cut = len(tokens) - max(round(len(tokens) * validation_fraction), 2)
+    if counted is None:
+        return TokenSplit(tokens[:cut], tokens[cut:])
+    return TokenSplit(tokens[:cut], tokens[cut:], counted[:cut], counted[cut:])
+
+
+def _stream(corpus: Corpus, tokenizer: Tokenizer) -> tuple[Tensor, Tensor | None]:
+    """All tokens of a corpus, and whether each counts as a target; None: all do."""
     stream: list[int] = []
     counted: list[bool] = []
     # The tokenizer of a folder may lack one of them.
@@ -303,13 +329,10 @@ def tokenize(corpus: Corpus, tokenizer: Tokenizer, validation_fraction: float) -
         stream += found
         counted += counts
     if corpus.assistant_only and not any(counted):
-        raise ConfigError('data.loss_on = "assistant": expected messages of an assistant, found none in the corpus')
+        problem = f"expected messages of an assistant, found none in {corpus.name}"
+        raise ConfigError(f'data.loss_on = "assistant": {problem}')
     tokens = torch.tensor(stream, dtype=torch.int32)
-    cut = len(tokens) - max(round(len(tokens) * validation_fraction), 2)
-    if not corpus.prompts and not corpus.assistant_only:
-        return TokenSplit(tokens[:cut], tokens[cut:])
-    mask = torch.tensor(counted)
-    return TokenSplit(tokens[:cut], tokens[cut:], mask[:cut], mask[cut:])
+    return tokens, torch.tensor(counted) if corpus.prompts or corpus.assistant_only else None
 
 
 # ---- samples ---------------------------------------------------------------------------------------------------
@@ -390,5 +413,5 @@ def validation_windows(
         return rows[:, :-1], rows[:, 1:]
     _, targets = validation_windows(torch.where(counted, tokens, pad), sequence_length, limit, pad)
     if not (targets != pad).any():
-        raise ConfigError("data.prompt_key: the validation part has prompts alone; use more of the corpus for it")
+        raise ConfigError("data.prompt_key, data.loss_on: no validation token has a loss; use more of the text")
     return rows[:, :-1], targets

@@ -30,6 +30,9 @@ class DataKeys:
         "all", 'tokens of a conversation that have a loss: "all", or the "assistant"\'s', choices=("all", "assistant")
     )
     validation_fraction: float = setting(0.1, "last part of the corpus, kept for validation", above=0.0, most=0.5)
+    validation: str = setting(
+        "", 'files to validate on, "path:FILE" as for corpus, all of which then trains; "" = the last part of it'
+    )
     tokenizer: str = setting(
         "bytes",
         '"bytes", "bpe" trained on the corpus (needs fullshard[bpe]), "folder:PATH" = that of a folder, '
@@ -48,6 +51,11 @@ def check_keys(keys: DataKeys) -> None:
     d = keys
     if d.corpus != "builtin" and not (d.corpus.startswith("path:") and len(d.corpus) > len("path:")):
         raise invalid("data.corpus", d.corpus, 'expected "builtin" or "path:FILE"', _nearest_corpus(d.corpus))
+    if d.validation and not (d.validation.startswith("path:") and len(d.validation) > len("path:")):
+        raise invalid("data.validation", d.validation, 'expected "path:FILE"', show(f"path:{d.validation}"))
+    if d.validation and d.validation_fraction != DataKeys().validation_fraction:
+        problem = "has no effect with data.validation"
+        raise invalid("data.validation_fraction", d.validation_fraction, problem, show(DataKeys().validation_fraction))
     if d.tokenizer not in TOKENIZERS and not d.tokenizer_folder:
         nearest = difflib.get_close_matches(d.tokenizer.lower(), TOKENIZERS, n=1, cutoff=0.0)[0]
         if "/" in d.tokenizer or d.tokenizer == FOLDER:

@@ -59,8 +59,24 @@ class Loss(NamedTuple):
         return self.nats / self.tokens
 
     @property
+    def perplexity(self) -> float:
+        return perplexity_of(self.per_token)
+
+    @property
     def bits_per_byte(self) -> float:
         return self.nats / self.nbytes / math.log(2) if self.nbytes else 0.0
+
+
+def perplexity_of(nats: float) -> float:
+    """e to the power of a loss per token; infinity where that is too large.
+
+    >>> round(perplexity_of(math.log(50)), 9), perplexity_of(1e4)
+    (50.0, inf)
+    """
+    try:
+        return math.exp(nats)
+    except OverflowError:
+        return math.inf
 
 
 class Outcome(NamedTuple):
@@ -292,6 +308,8 @@ class Trainer:
             samples=self.order.digest(step - 1, keys.global_batch),
             val_loss=val.per_token if val else None,
             val_bits_per_byte=val.bits_per_byte if val else None,
+            perplexity=loss.perplexity,
+            val_perplexity=val.perplexity if val else None,
             nonfinite=nonfinite,
         )
 

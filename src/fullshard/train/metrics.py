@@ -47,6 +47,8 @@ class StepRecord:
     samples: str = ""  # a digest of the step's windows of the corpus
     val_loss: float | None = None  # nats per token, after the update; None if this step does not validate
     val_bits_per_byte: float | None = None
+    perplexity: float | None = None  # e to the power of `loss`; None in a run of a version that had none
+    val_perplexity: float | None = None
     drift: str | None = None  # replica divergence; None if there is none, or if it was not checked
     nonfinite: str | None = None  # the NaN or inf that was found, and its rank; None if all was finite
     checkpoint_seconds: float | None = None  # what the checkpoint before this step kept it waiting; None without one
@@ -54,7 +56,10 @@ class StepRecord:
     def to_json(self) -> str:
         """One line. Validation fields are present only if the step validated, `drift`, `nonfinite` and
         `checkpoint_seconds` only if they are not None; figures that are not finite are null."""
-        optional_fields = ("val_loss", "val_bits_per_byte", "drift", "nonfinite", "checkpoint_seconds")
+        optional_fields = (
+            *("val_loss", "val_bits_per_byte", "perplexity", "val_perplexity"),
+            *("drift", "nonfinite", "checkpoint_seconds"),
+        )
         fields = {k: v for k, v in asdict(self).items() if v is not None or k not in optional_fields}
         return json.dumps(without_nan(fields), allow_nan=False)
 
@@ -65,7 +70,10 @@ class StepRecord:
 
 
 # Figures that are null in a file if they are not finite.
-_MAY_BE_NULL = ("loss", "bits_per_byte", "grad_norm", "val_loss", "val_bits_per_byte")
+_MAY_BE_NULL = (
+    *("loss", "bits_per_byte", "perplexity", "grad_norm"),
+    *("val_loss", "val_bits_per_byte", "val_perplexity"),
+)
 
 
 def without_nan(fields: dict[str, Any]) -> dict[str, Any]:

@@ -34,10 +34,13 @@ def train(config: Config, world: World, run_dir: Path) -> None:
     """Train, validate, save, plot and sample. Collective: every rank calls it; rank 0 writes and prints."""
     console = console_for(world.rank, config.metrics.log_every)
     corpus = data.read_corpus(config.data)
+    validation = data.read_validation(config.data)
     world.agree("SHA-256 of the corpus", corpus.sha256)
+    if validation is not None:
+        world.agree("SHA-256 of the validation", validation.sha256)
     found_in = opened_on_all(config, world) if config.model.folder else None
     tokenizer = _tokenizer(config, world, corpus, run_dir) if found_in is None else found_in.tokenizer
-    split = data.tokenize(corpus, tokenizer, config.data.validation_fraction)
+    split = data.tokenize(corpus, tokenizer, config.data.validation_fraction, validation)
     stages = Stages(config, world) if config.sharding.parallelism.pipeline_parallel_degree > 1 else None
     cut = None if stages is None else stages.cut
     model: nn.Module
@@ -56,6 +59,8 @@ def train(config: Config, world: World, run_dir: Path) -> None:
     )
     console.say(str(found))
     same = {"corpus_sha256": corpus.sha256, "vocab": tokenizer.vocab, "seed": config.training.seed}
+    if validation is not None:
+        same["validation_sha256"] = validation.sha256
     if (config.data.tokenizer_folder or corpus.chats) and isinstance(tokenizer, FolderTokenizer):
         same["tokenizer"] = tokenizer.fingerprint()
     if found_in is not None:
@@ -233,7 +238,7 @@ def _finish(
         console.say(metrics.missing("matplotlib", "plot", "there is no loss.png"))
     assert last.val_loss is not None and last.val_bits_per_byte is not None  # the last step always validates
     nonfinite = [record["step"] for record in records if "nonfinite" in record]
-    losses = {"loss": last.loss, "val_loss": last.val_loss, "val_bits_per_byte": last.val_bits_per_byte}
+    losses = {name: getattr(last, name) for name in ("loss", "val_loss", "val_bits_per_byte", "val_perplexity")}
     folder.close_manifest(
         run_dir,
         "completed",
