@@ -218,6 +218,34 @@ def test_a_line_has_eighty_columns_and_the_rate() -> None:
     )
 
 
+@pytest.mark.parametrize("loss", [123.4567, 1e30, float("inf"), -1e30])
+@pytest.mark.parametrize("val_loss", [None, 123.4567, 1e30])
+@pytest.mark.parametrize("mfu", [None, 0.412])
+def test_wide_values_fit(
+    loss: float,
+    val_loss: float | None,
+    mfu: float | None,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Step, loss, validation and rate are in the line; what is left of the run is where there is room."""
+    now = [0.0]
+    monkeypatch.setattr(console.time, "monotonic", lambda: now[0])
+    lines = console.PlainConsole(1)
+    lines.begin(1_000_000)
+    wide = {"loss": loss, "val_loss": val_loss, "mfu": mfu, "tokens_per_second": 12_345_678.0}
+    wide |= {"grad_norm": 1e5, "memory_bytes": round(1234.5 * 2**30)}
+    for step in (1, 1_000_000):
+        now[0] += 12.0
+        lines.step(record(step, **wide))
+    out = capsys.readouterr().out.splitlines()
+    assert len(out) == 2 and max(map(len, out)) <= 80, out
+    assert out[1].startswith("step 1000000/1000000  loss ") and out[1].endswith("left 0:00")
+    for line in out:
+        assert "12,345,678 tok/s" in line and ("val " in line) == (val_loss is not None)
+    assert val_loss is not None or out[0].endswith("left 3333:19:48")
+
+
 def test_other_ranks_say_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     silent = console.console_for(1, log_every=1)
     silent.say("x")

@@ -44,21 +44,36 @@ WIDTH = 80
 
 
 def summary(record: StepRecord, before: str = "", after: str = "") -> str:
-    """The figures of a step between `before` and `after`, in one line of `WIDTH` columns: the rate always, and of the
-    others the first that have room. `metrics.jsonl` has all of them."""
+    """The figures of a step between `before` and `after`, in one line of `WIDTH` columns: the loss and the rate always,
+    and of the others the first that have room, `after` as one of them. `metrics.jsonl` has all of them."""
     rate = f"{record.tokens_per_second:,.0f} tok/s"
+    # In the order of the line, and how early each is given room.
     wanted = [
-        f"loss {record.loss:.4f}",
-        "" if record.val_loss is None else f"val {record.val_loss:.4f}",
-        f"norm {record.grad_norm:.3g}",
-        "" if record.mfu is None else f"MFU {record.mfu:.1%}",
-        f"mem {in_units(record.memory_bytes)}",
+        (f"loss {nats(record.loss)}", 0),
+        ("" if record.val_loss is None else f"val {nats(record.val_loss)}", 1),
+        (f"norm {record.grad_norm:.3g}", 3),
+        ("" if record.mfu is None else f"MFU {record.mfu:.1%}", 4),
+        (f"mem {in_units(record.memory_bytes)}", 5),
+        (rate, 0),
+        (after, 2),
     ]
-    shown: list[str] = []
-    for figure in filter(None, wanted):
-        if len("  ".join(filter(None, [before, *shown, figure, rate, after]))) <= WIDTH:
-            shown.append(figure)
-    return "  ".join(filter(None, [before, *shown, rate, after]))
+    line = before
+    shown: set[int] = set()
+    for place in sorted(range(len(wanted)), key=lambda place: wanted[place][1]):
+        figures = [text for at, (text, _) in enumerate(wanted) if at in shown | {place}]
+        longer = "  ".join(filter(None, [before, *figures]))
+        if wanted[place][1] == 0 or len(longer) <= WIDTH:
+            shown.add(place)
+            line = longer
+    return line
+
+
+def nats(loss: float) -> str:
+    """
+    >>> nats(1.23456), nats(123456.7), nats(float("inf"))
+    ('1.2346', '1.235e+05', 'inf')
+    """
+    return f"{loss:.4f}" if abs(loss) < 1e5 else f"{loss:.4g}"
 
 
 def clock(seconds: float) -> str:
