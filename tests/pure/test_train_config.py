@@ -402,3 +402,10 @@ def test_windows_and_batches_are_those_of_the_shares() -> None:
         load_config(None, [*two, "training.sequence_length=31"]).check_world(4)
     with pytest.raises(ConfigError, match="ranks that share layers wait for the one that is out of memory"):
         load_config(None, [*two, "training.micro_batch=auto"])
+
+
+@pytest.mark.parametrize("name", ["adamw8bit", "AdamW8bit", "adamw_8bit", "paged_adamw_8bit", "AdamWFp8"])
+def test_an_optimizer_with_a_state_in_8_bits_is_refused_with_the_reason(name: str) -> None:
+    with pytest.raises(ConfigError, match='depend on the number of processes; torchao.*"adafactor"') as caught:
+        load_config(None, [f"optimizer.name={name}"])
+    assert f'optimizer.name = "{name}"' in str(caught.value) and "\n" not in str(caught.value)

@@ -30,7 +30,7 @@ from fullshard.train.adapter_keys import AdapterKeys, check_pretrained, refuse_w
 from fullshard.train.data_keys import DataKeys as DataKeys
 from fullshard.train.data_keys import check_keys
 from fullshard.train.optimizer_keys import OptimizerKeys as OptimizerKeys
-from fullshard.train.optimizer_keys import check_optimizer
+from fullshard.train.optimizer_keys import check_optimizer, refuse_8_bits
 
 AUTO = "auto"
 # The axes that the trainer has beside data parallelism.
@@ -508,6 +508,7 @@ def _checked(settings: Mapping[str, Any]) -> dict[str, Any]:
                 value = {part: value}
             found |= _of_sharding(value if section == "sharding" else {section: value})
         else:
+            refuse_8_bits(name, value)
             found[name] = checked(name, _found(section, key, value), value)
     return found
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,6 +46,16 @@ class OptimizerKeys:
         'decay of matrices; norm weights are not decayed; decoupled, but for "sgd" added to the gradient',
         least=0.0,
     )
+
+
+def refuse_8_bits(name: str, value: Any) -> None:
+    """Raise `ConfigError` where `name` is optimizer.name and `value` one with a state in 8 bits."""
+    if name == "optimizer.name" and isinstance(value, str) and re.search(r"8_?-?bit|fp8", value.lower()):
+        problem = (
+            "quantises blocks of what a rank holds, so losses would depend on the number of processes; torchao's "
+            "AdamW8bit trains in a program with fully_shard"
+        )
+        raise invalid(name, value, problem, show("adafactor"))
 
 
 def check_optimizer(config: Any) -> None:
