@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -109,12 +110,15 @@ def run_on(world: int, *overrides: str, sign: float = 0.0, divisor: float = 0.0)
 
 def differences(found: Run, *overrides: str) -> list[str]:
     """What rounding does not explain in `found`, beside the same run on one process and two whose gradients are off."""
-    expected = run_on(1, *overrides)
-    ends = [run_on(1, *overrides, sign=sign) for sign in (1.0, -1.0)]
+    return unexplained(found, run_on(1, *overrides), [run_on(1, *overrides, sign=sign) for sign in (1.0, -1.0)], STEPS)
+
+
+def unexplained(found: Run, expected: Run, ends: Sequence[Run], steps: int) -> list[str]:
+    """The same of runs that are given, of `steps`; `ends`: those whose gradients are off."""
     odd = []
     for kind in ("parameters", "moments"):
         for name, value in getattr(expected, kind).items():
-            allowed = tolerance.updates(value, STEPS)
+            allowed = tolerance.updates(value, steps)
             allowed += max(tolerance.largest(getattr(end, kind)[name], value) for end in ends)
             difference = tolerance.largest(getattr(found, kind)[name], value)
             if not difference <= allowed:
