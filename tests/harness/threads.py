@@ -143,6 +143,17 @@ def run_ranks(world: int, fn: Callable[..., Any], *args: Any, timeout: float = 6
         torch._C._distributed_c10d._set_thread_isolation_mode(False)
 
 
+def _wake_waiting() -> None:
+    """Wake ranks that wait in a collective. torch's loop over collectives raises where another rank ends one, and is
+    begun again then."""
+    for _ in range(100):
+        try:
+            threaded.ProcessLocalGroup.exception_handle(None)
+        except RuntimeError:
+            continue
+        return
+
+
 class _Run:
     """The threads of one `run_ranks` call and what came of them."""
 
@@ -180,12 +191,12 @@ class _Run:
         alive = [thread for thread in self.threads if thread.is_alive()]
         if not alive:
             return
-        threaded.ProcessLocalGroup.exception_handle(None)
+        _wake_waiting()
         deadline = time.monotonic() + _RELEASE_SECONDS
         while any(thread.is_alive() for thread in alive) and time.monotonic() < deadline:
             # A rank can be between two collectives, or in a loop of its own: wake sleepers again and ask the thread
             # to end.
-            threaded.ProcessLocalGroup.exception_handle(None)
+            _wake_waiting()
             if time.monotonic() > deadline - _RELEASE_SECONDS / 2:
                 for thread in alive:
                     _raise_in_thread(thread, SystemExit)
@@ -223,7 +234,7 @@ class _Run:
             if not self.over.is_set():
                 if rank in self.reports:
                     self.failed.set()
-                    threaded.ProcessLocalGroup.exception_handle(None)
+                    _wake_waiting()
                 if dist.is_initialized():
                     self.made_groups |= dist.distributed_c10d._world.group_count > 1
                     dist.destroy_process_group()
