@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -156,3 +157,44 @@ def test_what_cannot_be_told_apart_is_one_line(tmp_path: Path, rows: list[Any], 
 def test_keys_without_effect_are_refused(settings: list[str], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         load_config(None, settings)
+
+
+def test_a_model_of_a_folder_learns_answers(tmp_path: Path) -> None:
+    """On one and on two processes; the first loss is that of transformers, with labels by its own mask."""
+    import transformers
+
+    from tests.procs.test_train_pretrained import make_folder
+
+    path = tmp_path / "model"
+    make_folder(path, "llama")
+    told = json.loads((path / "tokenizer_config.json").read_text())
+    short = {"<|im_start|>": "[", "<|im_end|>": "<end>"}
+    unmarked, marked = (re.sub(r"<\|im_\w+\|>", lambda found: short[found[0]], text) for text in (CHATML, MARKED))
+    (path / "tokenizer_config.json").write_text(json.dumps(told | {"chat_template": unmarked}))
+    rows = [talk("q " * (7 * i % 31), "answer " * (1 + i % 5)) for i in range(60)]
+    (tmp_path / "a.jsonl").write_text("\n".join(json.dumps({"messages": row}) for row in rows))
+    keys = [key for key in QUIET if not key.startswith("model.")]
+    keys += [f"model.folder={path}", f"data.corpus=path:{tmp_path}/a.jsonl", "data.messages_key=messages"]
+    keys += ["data.loss_on=assistant", "training.steps=2"]
+    one, two = (run_on(size, tuple(keys), tmp_path / str(size)) for size in (1, 2))
+    for name in ("loss", "grad_norm", "samples"):
+        assert [record[name] for record in one] == [record[name] for record in two]
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    words = transformers.AutoTokenizer.from_pretrained(path)
+    options = dict(chat_template=marked, return_dict=True, return_assistant_tokens_mask=True)
+    found = [words.apply_chat_template(row, **options) for row in rows]
+    tokens = torch.tensor([token for row in found for token in row["input_ids"]])
+    mask = torch.tensor([bool(counts) for row in found for counts in row["assistant_masks"]])
+    config = load_config(None, keys)
+    length, kept = config.training.sequence_length, len(tokens) - round(len(tokens) * 0.1)
+    starts = SampleOrder(num_tokens=kept, sequence_length=length, seed=0).starts(0, config.training.global_batch)
+    inputs, targets, counts = (
+        torch.stack([x[s + shift : s + shift + length] for s in starts])
+        for x, shift in ((tokens, 0), (tokens, 1), (mask, 1))
+    )
+    with torch.no_grad():
+        losses = F.cross_entropy(model(inputs).logits.flatten(0, 1), targets.flatten(), reduction="none")
+    loss = float((losses * counts.flatten()).sum() / counts.sum())
+    near = tolerance.terms_of(model, counts.numel()) * torch.finfo(torch.float32).eps
+    assert one[0]["loss"] == pytest.approx(loss, rel=near)

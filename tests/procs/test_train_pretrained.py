@@ -444,6 +444,51 @@ def test_what_cannot_be_trained_is_one_line(tmp_path: Path) -> None:
         assert told.endswith("its weights do not fit its config.json: missing: model.layers.1.mlp.up_proj.weight"), told
 
 
+def _other_eps(path: Path) -> None:
+    _with_config(rms_norm_eps=1e-3)(path)
+
+
+def _other_template(path: Path) -> None:
+    told = json.loads((path / "tokenizer_config.json").read_text())
+    (path / "tokenizer_config.json").write_text(json.dumps(told | {"chat_template": "{{ messages }}"}))
+
+
+def _other_weights(path: Path) -> None:
+    for file in path.glob("*.safetensors"):
+        save_file({name: value * 2 for name, value in load_file(file).items()}, file, {"format": "pt"})
+
+
+OTHERS = {"config.json": _other_eps, "tokenizer": _other_template, "weights": _other_weights}
+
+
+def _of_two_hosts(rank: int, folder: str) -> list[str]:
+    """What each rank says of a folder that is another one on rank 1."""
+    path, told = Path(folder) / "model", []
+    if rank == 0:
+        make_folder(path, "llama")
+        for number, change in enumerate(OTHERS.values()):
+            shutil.copytree(path, path.with_name(f"other-{number}"))
+            change(path.with_name(f"other-{number}"))
+    dist.barrier()
+    for number in range(len(OTHERS)):
+        config = config_of(path.with_name(f"other-{number}") if rank else path, QLORA)
+        world = world_of(config, rank, 2, torch.device("cpu"), dist.FileStore(f"{folder}/store-{number}", 2))
+        try:
+            opened_on_all(config, world)
+            told.append("")
+        except RuntimeError as error:
+            told.append(str(error))
+        dist.barrier()
+    return told
+
+
+def test_another_folder_on_another_host_is_an_error(tmp_path: Path) -> None:
+    first, second = pool(2).run(_of_two_hosts, str(tmp_path), timeout=TIMEOUT)
+    assert first == [""] * len(OTHERS)
+    for name, told in zip(OTHERS, second, strict=True):
+        assert f"of the {name} of model.folder: rank 0 has" in told or f"of {name} of model.folder: rank 0 has" in told
+
+
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [

@@ -12,6 +12,7 @@ Everything that names what is wrong is one line, and comes before memory is allo
 from __future__ import annotations
 
 import difflib
+import hashlib
 import importlib
 import json
 from collections.abc import Iterator
@@ -274,7 +275,8 @@ def _line(error: BaseException) -> str:
 
 
 def opened_on_all(config: Config, world: World) -> Pretrained:
-    """The same on each rank of a run: rank 0 downloads what has to be. Raises `ConfigError` on all."""
+    """The same on each rank of a run: rank 0 downloads what has to be. Raises `ConfigError`, on all ranks for what rank
+    0 finds, and `RuntimeError` on a rank that has other files, such as a host with an older copy of the folder."""
     problem, found = "-", None
     if world.rank == 0:
         try:
@@ -286,6 +288,11 @@ def opened_on_all(config: Config, world: World) -> Pretrained:
         found = open_pretrained(config, fetch=False)
     if found is None:
         raise ConfigError(problem)
+    # Each rank reads config.json and the tokenizer by itself, and weights in 4 bits whole: nothing else compares them.
+    digest = hashlib.sha256((found.path / "config.json").read_bytes()).hexdigest()
+    world.agree("SHA-256 of config.json of model.folder", digest)
+    world.agree("SHA-256 of the tokenizer of model.folder", found.tokenizer.fingerprint())
+    world.agree("digest of the weights of model.folder", found.fingerprint())
     return found
 
 
