@@ -118,6 +118,7 @@ def test_what_a_host_sends_is_printed_in_both_ways(capsys: pytest.CaptureFixture
     assert main([*ask, "--hosts", "3"]) == 2 and "divides the 4 ranks" in capsys.readouterr().err
     with pytest.raises(ValueError, match="hosts: expected data parallelism alone, found ZeRO-3, TP 2"):
         Strategy(ranks=4, tensor=2, hosts=2)
+    assert main([*ask, "--optimizer", "muon"]) == 2 and "sends nothing, found muon" in capsys.readouterr().err
     assert main([*ask[:-2], "--one-level"]) == 2 and "--hosts" in capsys.readouterr().err
 
 

@@ -115,6 +115,9 @@ class Strategy:
             raise ValueError(f"hosts: expected a number that divides the {self.ranks} ranks, found {self.hosts}")
         if self.hosts > 1 and self.tensor * self.context * self.experts > 1:
             raise ValueError(f"hosts: expected data parallelism alone, found {self}; plan one host")
+        if self.hosts > 1 and self.optimizer == "muon":
+            problem = "its matrices go to their owners, and are not counted by host; plan one host"
+            raise ValueError(f"hosts: expected an optimizer that sends nothing, found muon: {problem}")
         if self.shard % self.context:
             raise ValueError(
                 f"context: expected a number that divides the {self.shard} ranks that share the parameters, found "
