@@ -1,6 +1,6 @@
 """Time of a whole training step, and peak memory of the whole process: fullshard, torch's FSDP2 and DDP, two CPU ranks.
 
-    python -m benchmarks.steps_and_peaks            three shapes, float32 and mixed; ten minutes on two quiet cores
+    python -m benchmarks.steps_and_peaks            three shapes, float32 and mixed; half an hour or more
     python -m benchmarks.steps_and_peaks --peaks    memory alone, in a minute or two, on a busy machine too
     python -m benchmarks.steps_and_peaks --write    also into a dated file beside this one
 
