@@ -123,6 +123,7 @@ SAVING = {
     "take_first": _is((), "list"),
     "metrics": _is(None, "None dict"),
     "base": _is(None, "None text"),
+    "progress": _is(None, CALLABLE),
 }
 ASYNC = {"staging_nbytes": _is(None, BYTES), "queue": _is(False, "True")}
 

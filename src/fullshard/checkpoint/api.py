@@ -29,10 +29,11 @@ from ..policy.arguments import (
     expect_text,
     expect_whole,
 )
+from . import bucket
 from .agreement import Heard, Message, agree
 from .background import SaveFuture, background
 from .companions import METRICS, ROOM, metrics_of
-from .directory import LOCK_NAME, generations, open_folder, read_current
+from .directory import LOCK_NAME, generations, open_folder, pointer_number, reach, read_current
 from .errors import CheckpointDamaged, CheckpointError, CheckpointMismatch, CheckpointNotFound
 from .files import Folder, doing
 from .loading import LoadJob, LoadOptions, Rename
@@ -44,6 +45,7 @@ from .retention import Rule as Retained
 from .rules import Rule
 from .saving import SaveJob, Snapshot, snapshot
 from .state import Tree, flatten
+from .store import is_url, location
 
 Location = str | os.PathLike[str]
 
@@ -57,8 +59,10 @@ def save(
     take_first: Sequence[str] = (),
     metrics: Mapping[str, float] | None = None,
     base: Location | None = None,
+    progress: Progress | None = None,
 ) -> str:
-    """Save `state_dict` to the shared directory `checkpoint_id`; every rank of `process_group` calls it.
+    """Save `state_dict` to `checkpoint_id`, a directory that all ranks share or a URL of an object store
+    (`s3://bucket/run/step-100`); every rank of `process_group` calls it.
 
     `state_dict`: nested dicts of tensors (DTensors: each rank's part; plain tensors: equal on all ranks that have
     them), of None, bool, int, float, str, lists, tuples and dicts of these, and of objects with `state_dict` and
@@ -68,7 +72,8 @@ def save(
     groups exist. `take_first`: key patterns (* matches anything) for which the lowest rank's state is saved if ranks
     differ. `metrics`: numbers by name, of which those of the first rank are recorded, for `retain` and
     `list_checkpoints`. `base`: an earlier checkpoint, whose files of frozen parameters are linked instead of written
-    where they have the same bytes; afterwards either can be deleted.
+    where they have the same bytes; afterwards either can be deleted. `progress`: called on this rank, by any thread,
+    with the bytes that it has written so far and those that it writes in all.
 
     Returns the directory of the new generation. An existing checkpoint is replaced atomically at the end; until then,
     and after any error, it is unchanged. Raises on all ranks: `CheckpointMismatch` for state that cannot be saved or
@@ -76,13 +81,16 @@ def save(
     the file system, or if a host does not see the directory of the first rank.
     """
     path, first, numbers = _location(checkpoint_id), tuple(expect_keys("take_first", take_first)), _numbers(metrics)
-    earlier = None if base is None else _location(base, "base")
+    earlier = _earlier(base, path)
     expect_dict("state_dict", state_dict)
+    _expect_progress(progress)
     found = _messenger(process_group, no_dist)
     background(found).settle(found, f"saving {path}")
     with found.telling(f"saving {path}"):
         taken = _taken(flatten(state_dict), found, numbers)
-    return SaveJob(path, found, first, earlier).run(taken)
+    job = SaveJob(path, found, first, earlier)
+    job.progress = progress
+    return job.run(taken)
 
 
 def async_save(
@@ -96,6 +104,7 @@ def async_save(
     base: Location | None = None,
     staging_nbytes: int | None = None,
     queue: bool = False,
+    progress: Progress | None = None,
 ) -> SaveFuture:
     """`save` in the background: the call returns when the state is copied to the host; a thread does the rest.
 
@@ -111,16 +120,19 @@ def async_save(
         process group has no connections of its own (backends of tests) it has no effect.
     """
     path, first, numbers = _location(checkpoint_id), tuple(expect_keys("take_first", take_first)), _numbers(metrics)
-    earlier = None if base is None else _location(base, "base")
+    earlier = _earlier(base, path)
     expect_dict("state_dict", state_dict)
+    _expect_progress(progress)
     bound = None if staging_nbytes is None else expect_whole("staging_nbytes", staging_nbytes, 0)
     found = _messenger(process_group, no_dist)
     calls = messenger(process_group, "checkpoint call") if expect_flag("queue", queue) and found.is_own else None
     calls = found if queue and found.group is None else calls
+    job = SaveJob(path, found, first, earlier)
+    job.progress = progress
     return background(found).start(
         state_dict,
         lambda tree: _taken(tree, found, numbers),
-        SaveJob(path, found, first, earlier),
+        job,
         staging_nbytes=bound,
         calls=calls,
     )
@@ -177,7 +189,7 @@ def load(
     """
     expect_flag("cast", cast)
     expect_digest(manifest_sha256)
-    expect_callable("progress", progress, "a function of two numbers or None", or_none=True)
+    _expect_progress(progress)
     renames = rename is None or callable(rename) or isinstance(rename, Mapping)
     expect("rename", renames, "a mapping or a function", rename, "leave it out for none")
     path = _location(checkpoint_id)
@@ -238,25 +250,28 @@ def open_checkpoint(checkpoint_id: Location, *, manifest_sha256: str | None = No
 # ---- several checkpoints in one folder -------------------------------------------------------------------------
 
 
-def latest(folder: Location) -> Path | None:
+def latest(folder: Location) -> Path | str | None:
     """The complete checkpoint in `folder` whose name ends in the greatest number (`step-100`); None without one.
 
     Not by times, because clocks jump. Incomplete checkpoints are skipped.
     """
     for _, path in reversed(numbered(_location(folder, "folder"))):
         if is_complete(path):
-            return Path(path)
+            return _named(path)
     return None
 
 
-def set_aside(checkpoint_id: Location) -> Path:
+def set_aside(checkpoint_id: Location) -> Path | str:
     """Rename a damaged checkpoint, `step-40` to `step-40.damaged` (or `step-40.2.damaged`); returns the new path.
 
     `latest` and `retain` no longer find it, its place is free for another save, and nothing is deleted: rename it back
     when its files were restored. One process alone. Raises `CheckpointNotFound` for no directory, `CheckpointBusy`
     while a save writes to it, `CheckpointIOError`.
     """
-    path = os.path.normpath(_location(checkpoint_id))
+    path = _location(checkpoint_id)
+    if is_url(path):
+        with doing(f"setting {path} aside"):
+            return bucket.set_aside(path)
     with doing(f"setting {path} aside"), open_folder(path) as folder:
         lock = folder.lock(LOCK_NAME)
         try:
@@ -291,7 +306,7 @@ def retain(
     dry_run: bool = False,
     process_group: dist.ProcessGroup | None = None,
     no_dist: bool = True,
-) -> list[Path]:
+) -> list[Path | str]:
     """Delete old checkpoints in `folder`; returns the deleted ones, with `dry_run` those that it would delete.
 
     It keeps the `keep_last` newest whole ones (by the number at the end of their names), those whose number is a
@@ -321,13 +336,13 @@ def retain(
         return {"gone": _retain(path, rule, dry_run)}
 
     done = agree(found, what, lambda: {"rule": list(rule)}, decide)
-    return [Path(one) for one in done["gone"]]
+    return [_named(one) for one in done["gone"]]
 
 
 def _retain(path: str, rule: Retained, dry_run: bool) -> list[str]:
-    if not dry_run:
-        clear_rests(path)
     found = list_checkpoints(path)
+    if not dry_run:
+        clear_rests(path, found)
     stays = kept(found, rule)
     gone = []
     for info in found:
@@ -344,19 +359,20 @@ def _info(step: int, path: str) -> CheckpointInfo | None:
         with open_checkpoint(path) as found:
             manifest = found.manifest
             return CheckpointInfo(
-                Path(path),
+                _named(path),
                 step,
                 found.sizes_problem(),
                 sum(file.nbytes for file in manifest.files),
                 _layout(manifest),
-                os.stat(MANIFEST_NAME, dir_fd=found.folder.fd).st_mtime,
+                found.folder.saved_at(MANIFEST_NAME),
                 metrics_of(manifest),
             )
     except CheckpointNotFound:
-        with doing(f"looking at {path}"), Folder.open(path) as folder:
-            return CheckpointInfo(Path(path), step, "an unfinished save") if any(generations(folder)) else None
+        with doing(f"looking at {path}"), reach(path) as folder:
+            left = any(generations(folder)) or any(pointer_number(name) for name in folder.names())
+            return CheckpointInfo(_named(path), step, "an unfinished save") if left else None
     except (CheckpointError, OSError) as error:
-        return CheckpointInfo(Path(path), step, str(error))
+        return CheckpointInfo(_named(path), step, str(error))
 
 
 def _layout(manifest: Manifest) -> str:
@@ -439,8 +455,22 @@ class RandomState:
 
 def _location(given: Location, argument: str = "checkpoint_id") -> str:
     fits = isinstance(given, (str, os.PathLike)) and bool(str(given))
-    expect(argument, fits, "the path of a directory", given, "pass a string or a Path")
-    return os.path.abspath(os.fspath(given))
+    expect(argument, fits, "the path of a directory, or a URL", given, "pass a string or a Path")
+    return location(given)
+
+
+def _earlier(base: Location | None, path: str) -> str | None:
+    if base is None:
+        return None
+    earlier = _location(base, "base")
+    fits = not is_url(earlier) and not is_url(path)
+    expect("base", fits, "two directories, because files are linked", f"{earlier} for {path}", "leave it out")
+    return earlier
+
+
+def _named(path: str) -> Path | str:
+    """A path as users get it: a Path would leave out a slash of a URL."""
+    return path if is_url(path) else Path(path)
 
 
 def _numbers(metrics: Mapping[str, float] | None) -> dict[str, float]:
@@ -449,6 +479,10 @@ def _numbers(metrics: Mapping[str, float] | None) -> dict[str, float]:
         fits = isinstance(value, Real) and not isinstance(value, bool)
         expect(f"metrics[{name!r}]", fits, "a number", value, "for a tensor pass its item()")
     return {name: float(value) for name, value in (metrics or {}).items()}
+
+
+def _expect_progress(progress: object) -> None:
+    expect_callable("progress", progress, "a function of two numbers or None", or_none=True)
 
 
 def expect_digest(manifest_sha256: object) -> None:

@@ -7,6 +7,9 @@
 
 A save fills `.saving-*`, syncs it, renames it to the next generation, and replaces CURRENT. The pointer contains the
 digest of the manifest, and the manifest those of all other bytes, so a reader finds exactly one save, or an error.
+
+In an object store pointers have numbers (bucket.py), CURRENT-000002, and the greatest counts. Files that were copied
+from there to a directory, or the other way round, are read in both.
 """
 
 from __future__ import annotations
@@ -26,12 +29,17 @@ from .errors import CheckpointBusy, CheckpointDamaged, CheckpointError, Checkpoi
 from .files import Folder, doing
 from .limits import Need, problems, refuse, room_in
 from .manifest import MANIFEST_NAME, MAX_NBYTES, Manifest, is_save_id, parse, parse_json
+from .objects import ObjectFolder
+from .store import is_url
 
 POINTER_NAME = "CURRENT"
 LOCK_NAME = "LOCK"
 NEXT_POINTER = ".CURRENT.next"
+# The pointer to nothing, in an object store: a save was removed.
+GIVEN_UP = b'{"given_up": true}\n'
 _SAVING = ".saving-"
 _GENERATION = re.compile(r"g([0-9]{6,12})-([0-9a-f]{32})", re.ASCII)
+_NUMBERED = re.compile(r"CURRENT-([0-9]{6,12})", re.ASCII)
 _POINTER_NBYTES = 4096
 # From how many files on their sizes are asked for by several threads, and how many those are.
 _MANY, _LOOKS = 64, 16
@@ -55,13 +63,44 @@ class Pointer(NamedTuple):
         return int(self.generation[1:].partition("-")[0])
 
 
+def numbered_pointer(number: int) -> str:
+    """The name of the pointer of that number."""
+    return f"{POINTER_NAME}-{number:06d}"
+
+
+def pointer_number(name: str) -> int | None:
+    """The number of the pointer `name`; None if it is none with a number."""
+    found = _NUMBERED.fullmatch(name)
+    return None if found is None else int(found[1])
+
+
+def generation_number(name: str) -> int | None:
+    """The number of the generation `name`; None if it is none."""
+    found = _GENERATION.fullmatch(name)
+    return None if found is None else int(found[1])
+
+
+def _read_pointer(folder: Folder) -> tuple[str, bytes] | None:
+    """The name and bytes of the pointer that counts. A store first lists what it has; a directory has one name."""
+    if not isinstance(folder, ObjectFolder):
+        with contextlib.suppress(FileNotFoundError):
+            return POINTER_NAME, folder.read(POINTER_NAME, _POINTER_NBYTES)
+    names = folder.names()
+    numbered = [name for name in names if pointer_number(name) is not None]
+    name = max(numbered, key=pointer_number, default=POINTER_NAME)  # type: ignore[arg-type]
+    return (name, folder.read(name, _POINTER_NBYTES)) if name in names else None
+
+
 def read_pointer(folder: Folder) -> Pointer | None:
     """None if no save to `folder` ever completed. Raises `CheckpointDamaged` for a pointer that no save writes."""
-    where = f"{folder.path}/{POINTER_NAME}"
     try:
-        data = folder.read(POINTER_NAME, _POINTER_NBYTES)
+        read = _read_pointer(folder)
     except FileNotFoundError:
         return None
+    if read is None or read[1] == GIVEN_UP:
+        return None
+    name, data = read
+    where = f"{folder.path}/{name}"
     raw = parse_json(data, where)
     match raw:
         case {"generation": str(generation), "save_id": str(save_id), "manifest_sha256": str(digest)}:
@@ -69,7 +108,8 @@ def read_pointer(folder: Folder) -> Pointer | None:
             found = _GENERATION.fullmatch(generation)
             # Byte for byte as a save writes it, so that no change goes unnoticed.
             if found and found[2] == save_id and re.fullmatch("[0-9a-f]{64}", digest) and pointer.to_bytes() == data:
-                return pointer
+                if pointer_number(name) in (None, pointer.number):
+                    return pointer
     raise CheckpointDamaged(f"{where}: expected the pointer that a save writes, found {data[:200]!r}")
 
 
@@ -132,10 +172,15 @@ def not_found(folder: Folder) -> CheckpointNotFound:
     return CheckpointNotFound(f"{folder.path}: expected a checkpoint, found no {POINTER_NAME}")
 
 
+def reach(path: str) -> Folder:
+    """The directory or the URL `path`, of which nothing need be there."""
+    return ObjectFolder(path) if is_url(path) else Folder.open(path)
+
+
 def open_folder(path: str) -> Folder:
-    """The directory at `path`; `CheckpointNotFound` when there is none."""
+    """The directory or the URL `path`; `CheckpointNotFound` when there is no such directory."""
     try:
-        return Folder.open(path)
+        return reach(path)
     except (FileNotFoundError, NotADirectoryError):
         raise CheckpointNotFound(f"{path}: expected a checkpoint, found no directory of that name") from None
 
@@ -164,7 +209,7 @@ class Saving:
             with doing(f"beginning a save in {path}"):
                 lock = folder.lock(LOCK_NAME)
                 try:
-                    before = _readable_pointer(folder)
+                    before = readable_pointer(folder)
                     # Remove other generations only when the pointer is sure to survive a power loss.
                     folder.sync()
                     _clear(folder, before)
@@ -229,7 +274,7 @@ class Saving:
             with folder.sub(self.name) as saving:
                 saving.write(MANIFEST_NAME, manifest)
                 saving.sync()
-            if _readable_pointer(folder) != self._before:
+            if readable_pointer(folder) != self._before:
                 raise CheckpointBusy(
                     f"{folder.path}: expected to be the only saver, found that another save completed meanwhile"
                 )
@@ -264,7 +309,8 @@ class Saving:
             _log.warning("fullshard: %s: could not clear what older saves left: %s", self._folder.path, error)
 
 
-def _readable_pointer(folder: Folder) -> Pointer | None:
+def readable_pointer(folder: Folder) -> Pointer | None:
+    """`read_pointer` for a save, which leaves a pointer that it cannot read where it is."""
     try:
         return read_pointer(folder)
     except CheckpointDamaged:
@@ -306,13 +352,15 @@ def _clear(folder: Folder, current: Pointer | None) -> None:
 
 def clear_older(path: str) -> None:
     """Remove the generations before the current one, which a killed save left. Nothing while another save is running,
-    which does it itself."""
+    which does it itself; in a store, whose saves always do."""
+    if is_url(path):
+        return
     with Folder.open(path) as folder, contextlib.suppress(CheckpointBusy):
         if len([*generations(folder)]) < 2:
             return
         lock = folder.lock(LOCK_NAME)
         try:
-            current = _readable_pointer(folder)
+            current = readable_pointer(folder)
             folder.sync()
             _clear(folder, current)
         finally:
@@ -334,6 +382,9 @@ def remove_generation(folder: Folder, name: str) -> None:
 
 def is_free(path: str) -> bool:
     """Whether a first save to `path` replaces nothing: nothing is there, or what a killed first save left."""
+    if is_url(path):
+        objects = ObjectFolder(path)
+        return set(objects.names()) <= set(generations(objects))
     if not os.path.lexists(path):
         return True
     if os.path.islink(path) or not os.path.isdir(path):

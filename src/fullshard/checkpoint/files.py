@@ -127,6 +127,10 @@ class Folder(_Descriptor):
             raise CheckpointDamaged(f"{self.path}/{name}: expected a plain file, found a link, directory or device")
         return found.st_size
 
+    def saved_at(self, name: str) -> float | None:
+        """Seconds since 1970, by the clock of the file system; None where a store does not say."""
+        return os.stat(name, dir_fd=self.fd).st_mtime
+
     def read(self, name: str, limit: int) -> bytes:
         """All of a small file; `CheckpointDamaged` beyond `limit` bytes."""
         with self.reading(name) as file:
@@ -252,9 +256,14 @@ class ReadFile(_Descriptor):
 
 
 class WriteFile(_Descriptor):
-    """A new file, written from beginning to end; `nbytes` counts the bytes written."""
+    """A new file, written from beginning to end; `nbytes` counts the bytes written, and `advance` hears of them, in a
+    store when they have arrived, on any thread."""
 
     nbytes = 0
+
+    def __init__(self, path: str, fd: int) -> None:
+        super().__init__(path, fd)
+        self.advance: Callable[[int], object] = lambda _: None
 
     def write(self, buffer: Buffer) -> None:
         """Append all of `buffer`."""
@@ -265,6 +274,7 @@ class WriteFile(_Descriptor):
                 raise OSError(errno.ENOSPC, "nothing was written")
             done += count
         self.nbytes += done
+        self.advance(done)
 
     def write_summed(self, buffer: Buffer, block_nbytes: int) -> tuple[int, ...]:
         """`write`; returns the checksum of each block, computed just before its write, while it is in the cache."""

@@ -4,7 +4,6 @@ anything written. Every byte is compared with its checksum before use (reading.p
 from __future__ import annotations
 
 import contextlib
-import os
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -41,6 +40,7 @@ from .state import (
     place_of,
     staging,
 )
+from .store import is_url, location
 from .wrapped import Stored, Taken, destinations, put_together, stored_in, taken
 from .writing import spare_cores
 
@@ -49,6 +49,9 @@ _REMEDY = (
     "load() takes exceptions: allow_missing and allow_unexpected take keys in which * stands for anything, "
     "rename maps keys of the state to those of the checkpoint, cast=True lets floating dtypes differ"
 )
+
+# Ranges of objects that a rank reads at a time: each request waits for its answer.
+_REQUESTS = 8
 
 Rename = Mapping[str, str] | Callable[[str], str]
 
@@ -118,7 +121,7 @@ class LoadJob:
     """One load on one rank. All ranks of `messenger` call `run`."""
 
     def __init__(self, path: str, messenger: Messenger, options: LoadOptions) -> None:
-        self.path, self.messenger, self.options = os.path.abspath(path), messenger, options
+        self.path, self.messenger, self.options = location(path), messenger, options
         self.what = f"loading {self.path}"
         self._tree, self._wanted = Tree(), Request()
         self._copies: list[Copy] = []
@@ -303,7 +306,8 @@ class LoadJob:
     # ---- reading -------------------------------------------------------------------------------------------
 
     def _read_all(self, pointer: Pointer) -> Message:
-        threads, progress = spare_cores(self.messenger.world), self.options.progress
+        threads = _REQUESTS if is_url(self.path) else spare_cores(self.messenger.world)
+        progress = self.options.progress
         parts = [(entry, part) for entry, part in self._wanted.tensors if part.box is not None]
         with doing(self.what), open_folder(self.path) as folder:
             with CheckpointReader(folder.sub(pointer.generation), self._manifest) as data:

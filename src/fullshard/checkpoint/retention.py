@@ -20,9 +20,19 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from .directory import LOCK_NAME, NEXT_POINTER, POINTER_NAME, generations, read_pointer, remove_generation
+from . import bucket
+from .directory import (
+    LOCK_NAME,
+    NEXT_POINTER,
+    POINTER_NAME,
+    generations,
+    pointer_number,
+    read_pointer,
+    remove_generation,
+)
 from .errors import CheckpointBusy, CheckpointDamaged
 from .files import Folder, doing
+from .store import Store, is_url
 
 MODES = ("min", "max")
 _REMOVED = ".removed-"
@@ -30,13 +40,14 @@ _NUMBER = re.compile(r"(?:.*[^0-9])?([0-9]{1,18})", re.ASCII | re.DOTALL)
 
 
 class CheckpointInfo(NamedTuple):
-    """A checkpoint in a folder of them. `step`: the number at the end of its name. `problem`: why it is not whole, by
-    its pointer, manifest and sizes; None if it is. The other fields are empty where they cannot be read.
+    """A checkpoint in a folder of them. `path`: of a URL, a string. `step`: the number at the end of its name.
+    `problem`: why it is not whole, by its pointer, manifest and sizes; None if it is. The other fields are empty where
+    they cannot be read.
 
     `nbytes`: of its files. `layout`: how it was saved, for people. `saved_at`: seconds since 1970, by the clock of the
     file system. `metrics`: those that its save recorded."""
 
-    path: Path
+    path: Path | str
     step: int
     problem: str | None = None
     nbytes: int = 0
@@ -74,7 +85,7 @@ class Rule(NamedTuple):
         return None
 
 
-def kept(found: Sequence[CheckpointInfo], rule: Rule) -> dict[Path, str]:
+def kept(found: Sequence[CheckpointInfo], rule: Rule) -> dict[Path | str, str]:
     """The ones of `found` that stay by `rule`, each with the reason. Only whole ones count for it.
 
     Whatever is newer than the newest whole one stays too, and everything stays where none is whole. Of equal metrics
@@ -84,12 +95,12 @@ def kept(found: Sequence[CheckpointInfo], rule: Rule) -> dict[Path, str]:
     >>> list(kept(found, Rule(last=1, every=4, best=1, metric="loss")).values())
     ['newest', 'every', 'best']
     """
-    whole = sorted((one for one in found if one.whole), key=lambda one: (one.step, one.path))
+    whole = sorted((one for one in found if one.whole), key=lambda one: (one.step, str(one.path)))
     if not whole:
         return {one.path: "none is whole" for one in found}
     newest = whole[-1]
     stays = {one.path: "newest" for one in whole[-rule.last :]}
-    stays |= {one.path: "newer" for one in found if (one.step, one.path) > (newest.step, newest.path)}
+    stays |= {one.path: "newer" for one in found if (one.step, str(one.path)) > (newest.step, str(newest.path))}
     if rule.every is not None:
         for one in whole:
             if one.step % rule.every == 0:
@@ -106,6 +117,9 @@ def kept(found: Sequence[CheckpointInfo], rule: Rule) -> dict[Path, str]:
 
 def numbered(folder: str) -> list[tuple[int, str]]:
     """(number, path) of the directories in `folder` whose names end in a number, ascending; links are skipped."""
+    if is_url(folder):
+        inner = [name for name, size in Store(folder).names().items() if size is None]
+        return sorted((int(match[1]), f"{folder}/{name}") for name in inner if (match := _NUMBER.fullmatch(name)))
     try:
         names = sorted(os.listdir(folder))
     except (FileNotFoundError, NotADirectoryError):
@@ -154,6 +168,8 @@ def remove(path: str) -> bool:
     """
     if is_used(path):
         return False
+    if is_url(path):
+        return bucket.remove(path)
     with contextlib.ExitStack() as stack:
         try:
             folder = stack.enter_context(Folder.open(path))
@@ -187,8 +203,13 @@ def remove(path: str) -> bool:
     return True
 
 
-def clear_rests(folder: str) -> None:
-    """Remove what removals that were killed left in `folder`."""
+def clear_rests(folder: str, found: Sequence[CheckpointInfo]) -> None:
+    """Remove what removals that were killed left in `folder`. In a store that is `found` as an unfinished save, but for
+    uploads of which nothing is visible yet."""
+    if is_url(folder):
+        newest = max((one.step for one in found if one.whole), default=0)
+        bucket.clear_uploads(folder, newest, lambda name: int(match[1]) if (match := _NUMBER.fullmatch(name)) else None)
+        return
     try:
         parent = Folder.open(folder)
     except (FileNotFoundError, NotADirectoryError):
@@ -226,12 +247,13 @@ def _is_ours(folder: Folder) -> bool:
             if not all(stat.S_ISREG(os.stat(n, dir_fd=inner.fd, follow_symlinks=False).st_mode) for n in files):
                 return False
         known.add(name)
-    return not set(folder.names()) - known
+    return not {name for name in folder.names() if pointer_number(name) is None} - known
 
 
 def _empty(folder: Folder) -> None:
     """Remove all that is ours in it: the pointer first, so that it is no checkpoint from then on."""
-    for name in (POINTER_NAME, NEXT_POINTER):
+    numbered = [name for name in folder.names() if pointer_number(name) is not None]
+    for name in (POINTER_NAME, NEXT_POINTER, *numbered):
         with contextlib.suppress(FileNotFoundError):
             folder.remove(name)
             folder.sync()

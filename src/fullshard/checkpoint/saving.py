@@ -10,8 +10,8 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import os
 import struct
+import threading
 import uuid
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -25,14 +25,16 @@ from ..peers import had_losses, loss_over, shown_ranks
 from . import files
 from .adapters import described
 from .agreement import Heard, Message, Said, agree
+from .bucket import BucketSaving, begin
 from .companions import ROOM, TIED, files_of, tied_names
-from .directory import Saving
+from .directory import Saving, reach
 from .errors import CheckpointMismatch
 from .files import Folder, doing
 from .hosts import check as check_hosts
 from .linking import generation_of, opened, take_over
 from .manifest import BLOCK_NBYTES, FileEntry, Json, ValueEntry, data_name, decode, encode
 from .plan import FLATTENED, MODULUS, KeyPath, key_of, together, whole
+from .reading import Progress
 from .retention import using
 from .rules import Rule
 from .save_plan import (
@@ -51,8 +53,9 @@ from .save_plan import (
 )
 from .staging import Live, Named, Staging, StagingMemory
 from .state import Part, Tree, bytes_of, named_tensors, on_host, part_of
+from .store import is_url, location
 from .wrapped import Kinds, Saved, is_wrapper, saved
-from .writing import commit, spare_cores, write_file
+from .writing import Advance, commit, spare_cores, write_file
 
 # Of a data file, from its writer to the first rank: rank, volume, bytes of header, table and all, digest of the table.
 _RECORD = struct.Struct("<IIIIQ32s")
@@ -126,14 +129,16 @@ class SaveJob:
     """One save on one rank. All ranks of `messenger` call `run`."""
 
     def __init__(self, path: str, messenger: Messenger, take_first: Sequence[str], base: str | None = None) -> None:
-        self.path, self.messenger, self.take_first = os.path.abspath(path), messenger, tuple(take_first)
+        self.path, self.messenger, self.take_first = location(path), messenger, tuple(take_first)
         self.what = f"saving {self.path}"
         # A checkpoint whose files may be linked.
         self.base = base
+        # Called with the bytes that this rank has written, and those that it writes; on any thread.
+        self.progress: Progress | None = None
         # The copies of a save in the background.
         self.staging: Staging | None = None
         # The save in the directory: on the first rank, from the plan until the end.
-        self._saving: Saving | None = None
+        self._saving: Saving | BucketSaving | None = None
         # The checksums of each part that this rank holds.
         self._crcs: dict[int, Sequence[int]] = {}
 
@@ -147,7 +152,10 @@ class SaveJob:
             begun = agree(self.messenger, self.what, self._claim, self._begin_or_ask)
             if "ask" in begun:
                 begun = agree(self.messenger, self.what, self._declared.message, self._merge)
-            check_hosts(self.messenger, self.what, self.path, begun["folder"], lambda: self._prepare(begun))
+            if is_url(self.path):
+                agree(self.messenger, self.what, lambda: {} if self._prepare(begun) else {}, lambda _: {})
+            else:
+                check_hosts(self.messenger, self.what, self.path, begun["folder"], lambda: self._prepare(begun))
             done = agree(self.messenger, self.what, lambda: self._write(begun), self._commit)
             if "differ" in done:
                 self._name_differences()
@@ -190,7 +198,7 @@ class SaveJob:
     def _begin(self, plan: Plan) -> Message:
         """Begin, on the first rank, which knows what will be written."""
         base = {} if self.base is None else {"base": generation_of(self.base)}
-        saving = self._saving = Saving.begin(self.path, uuid.uuid4().hex)
+        saving = self._saving = begin(self.path, uuid.uuid4().hex)
         # Files of other ranks are about as large as those of this one.
         largest = share_of(plan, self._own, self.messenger.rank).largest_file
         nbytes, names = plan.nbytes, plan.files
@@ -218,6 +226,7 @@ class SaveJob:
         assert plan is not None
         staging = self.staging or Staging(StagingMemory())
         parts = staging.after_plan(self._mine.parts, [*share.compare, *share.order])
+        advance = _counted(self.progress, share.nbytes)
         # Ranks that hold the same part as its writer read it too, because replicas have to be equal.
         for i in share.compare:
             self._crcs[i] = files.of_blocks(_bytes_of_part(parts[i][1]), BLOCK_NBYTES)
@@ -225,9 +234,9 @@ class SaveJob:
         records, written = list[bytes](), 0
         for volume, indices in share.write.items():
             name = data_name(rank, volume)
-            with doing(f"writing {self.path}/{begun['folder']}/{name}"), Folder.open(self.path) as folder:
+            with doing(f"writing {self.path}/{begun['folder']}/{name}"), reach(self.path) as folder:
                 with folder.sub(begun["folder"]) as saving:
-                    entry, crcs = self._file(saving, name, indices, parts, begun, staging.live)
+                    entry, crcs = self._file(saving, name, indices, parts, begun, staging.live, advance)
             self._crcs.update(zip(indices, crcs, strict=True))
             records.append(_record(rank, volume, entry))
             written += entry.data_nbytes
@@ -239,7 +248,14 @@ class SaveJob:
         return Said({"values": self._sent()}, (written, unequal % MODULUS), b"".join(records))
 
     def _file(
-        self, into: Folder, name: str, indices: Sequence[int], parts: Sequence[Named], begun: Message, live: Live
+        self,
+        into: Folder,
+        name: str,
+        indices: Sequence[int],
+        parts: Sequence[Named],
+        begun: Message,
+        live: Live,
+        advance: Advance,
     ) -> tuple[FileEntry, list[tuple[int, ...]]]:
         """One data file: a link to that of the base where it is the same, else written."""
         places = [self._share.place[i] for i in indices]
@@ -256,8 +272,10 @@ class SaveJob:
             if linked is not None:
                 for i in range(len(indices)):
                     read(i)
+                advance(linked[0].data_nbytes)
                 return linked
-        return write_file(into, name, places, data, begun["save_id"], spare_cores(self.messenger.world), read)
+        threads = spare_cores(self.messenger.world)
+        return write_file(into, name, places, data, begun["save_id"], threads, read, advance)
 
     def _holders(self, place: tuple[int, int]) -> tuple[int, ...]:
         """The ranks that hold a part of tensors of one rule."""
@@ -396,6 +414,20 @@ def _owned(parts: Sequence[tuple[KeyPath, Part]], members: Sequence[int]) -> lis
         mine = None if rule is None else known[id(rule)]
         found.append(Own(path, part.dtype, part.shape, part.box, mine, part.around))
     return found
+
+
+def _counted(progress: Progress | None, total: int) -> Advance:
+    """Counts the bytes of files for `progress`, whose `total` is that of tensors."""
+    done, lock = 0, threading.Lock()
+
+    def advance(nbytes: int) -> None:
+        nonlocal done
+        if progress is not None:
+            with lock:
+                done = min(done + nbytes, total)
+                progress(done, total)
+
+    return advance
 
 
 def _record(rank: int, volume: int, entry: FileEntry) -> bytes:

@@ -20,7 +20,8 @@ from torch import Tensor
 from .._version import __version__
 from ..layout import itemsize
 from . import files
-from .directory import Saving
+from .bucket import BucketSaving, begin
+from .directory import Saving, reach
 from .errors import CheckpointMismatch
 from .files import Folder, doing
 from .manifest import (
@@ -41,20 +42,27 @@ from .rules import on
 from .safetensors import FilePart, data_header, file_order
 from .save_plan import FILE_NBYTES
 from .state import bytes_of, dtype_name, on_host
+from .store import location
 from .table import Table, nbytes_of
 
+# Called with the bytes that were written since the last call.
+Advance = Callable[[int], object]
 WRITER = f"fullshard {__version__}, torch {torch.__version__}"
 
 
 class DataFile:
     """A data file under construction, of announced parts in this order."""
 
-    def __init__(self, folder: Folder, name: str, parts: Sequence[FilePart], save_id: str) -> None:
+    def __init__(
+        self, folder: Folder, name: str, parts: Sequence[FilePart], save_id: str, advance: Advance | None = None
+    ) -> None:
         self.name, self._entries = name, [part.entry for part in parts]
         table_nbytes = nbytes_of([entry.nbytes for entry in self._entries], BLOCK_NBYTES)
         self._head = data_header(parts, save_id, name, table_nbytes)
         self._starts, self._crcs = [len(self._head)], list[Future[tuple[int, ...]]]()
         self._file = folder.writing(name)
+        if advance is not None:
+            self._file.advance = advance
         self._file.write(memoryview(self._head))
 
     def add(self, data: memoryview, beside: ChecksumThreads | None = None) -> Future[tuple[int, ...]]:
@@ -96,9 +104,11 @@ def write_file(
     save_id: str,
     threads: int = 1,
     read: Callable[[int], None] = lambda _: None,
+    advance: Advance | None = None,
 ) -> tuple[FileEntry, list[tuple[int, ...]]]:
     """A data file of `parts`, synced. `data(i)`: the bytes of `parts[i]`; `read(i)`: called on any thread, when they
-    are no longer used. Returns its entry and, for each part, its checksums.
+    are no longer used; `advance(n)`: likewise, when n more bytes were written. Returns its entry and, for each part,
+    its checksums.
 
     With a fast checksum library, checksums are computed block by block on the way to the file. Those of the standard
     library are computed by `threads` in parallel with the writing: both release the interpreter lock, and the disk is
@@ -106,7 +116,7 @@ def write_file(
     """
     order = file_order(parts)
     with ChecksumThreads(0 if files.FAST else threads) as beside:
-        file = DataFile(folder, name, [parts[i] for i in order], save_id)
+        file = DataFile(folder, name, [parts[i] for i in order], save_id, advance)
         try:
             for i in order:
                 crcs_of = file.add(data(i), None if files.FAST else beside)
@@ -166,7 +176,7 @@ def spare_cores(world: int) -> int:
 
 
 def commit(
-    saving: Saving,
+    saving: Saving | BucketSaving,
     path: str,
     world: int,
     tensors: Iterable[TensorEntry],
@@ -199,7 +209,7 @@ class CheckpointWriter:
         *,
         file_nbytes: int = FILE_NBYTES,
     ) -> None:
-        self._path = os.path.abspath(os.fspath(checkpoint_id))
+        self._path = location(checkpoint_id)
         self._specs = [TensorSpec(tuple(s.path), s.dtype, tuple(s.shape)) for s in tensors]
         self._values = [ValueEntry(tuple(path), decode(encode(value))) for path, value in (values or {}).items()]
         keys = Counter(key_of(path) for path, *_ in [*self._specs, *self._values])
@@ -212,8 +222,8 @@ class CheckpointWriter:
         self._file: DataFile | None = None
 
     def __enter__(self) -> CheckpointWriter:
-        self._saving = Saving.begin(self._path, uuid.uuid4().hex)
-        with Folder.open(self._path) as folder:
+        self._saving = begin(self._path, uuid.uuid4().hex)
+        with reach(self._path) as folder:
             self._folder = folder.sub(self._saving.name)
         return self
 

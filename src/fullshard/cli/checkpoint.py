@@ -17,7 +17,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 import torch
@@ -174,7 +174,7 @@ def _row(one: CheckpointInfo, now: float) -> tuple[str, ...]:
     size = in_units(one.nbytes) if one.nbytes else "-"
     when = "-" if one.saved_at is None else age(now - one.saved_at)
     return (
-        one.path.name,
+        PurePath(one.path).name,
         str(one.step),
         size,
         one.layout or "-",

@@ -245,7 +245,7 @@ class Checkpoints:
         # Whether one of them has failed on some process: all learn of it with the figures of a step.
         self.failed_somewhere = False
         # The (new path, reason), on rank 0, of damaged checkpoints that `resume` set aside.
-        self.aside: list[tuple[Path, str]] = []
+        self.aside: list[tuple[Path | str, str]] = []
 
     def resume(self) -> tuple[int, Path | None]:
         """Load the newest whole checkpoint: the step after which to continue, and the checkpoint, or (0, None).

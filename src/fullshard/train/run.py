@@ -6,7 +6,7 @@ import math
 import os
 from dataclasses import asdict
 from functools import partial
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 from torch import nn
@@ -81,7 +81,7 @@ def train(config: Config, world: World, run_dir: Path) -> None:
             {
                 **_facts(config, world, corpus, split, found.units, trainer.numel),
                 "resumed_after_step": after,
-                "set_aside": [path.name for path, _ in checkpoints.aside],
+                "set_aside": [PurePath(path).name for path, _ in checkpoints.aside],
             },
         )
         outputs = _outputs(config, outputs, run_dir, after)
