@@ -133,8 +133,12 @@ class BucketFileSystem(AbstractFileSystem):  # type: ignore[misc]
                 return {"UploadId": name}
             if method == "list_multipart_uploads":
                 prefix = f"{Bucket}/{arguments['Prefix']}"
-                found = [(where, name) for name, (where, _) in uploads.items() if where.startswith(prefix)]
-                return {"Uploads": [{"Key": where.partition("/")[2], "UploadId": name} for where, name in found]}
+                after = (f"{Bucket}/{arguments.get('KeyMarker', '')}", arguments.get("UploadIdMarker", ""))
+                found = sorted((where, name) for name, (where, _) in uploads.items() if where.startswith(prefix))
+                found = [one for one in found if one > after]
+                page = [{"Key": where.partition("/")[2], "UploadId": name} for where, name in found[:PAGE]]
+                more = {"NextKeyMarker": page[-1]["Key"], "NextUploadIdMarker": page[-1]["UploadId"]} if page else {}
+                return {"Uploads": page, "IsTruncated": len(found) > PAGE, **more}
             parts = uploads[arguments["UploadId"]][1]
             if method == "upload_part":
                 parts[arguments["PartNumber"]] = bytes(arguments["Body"])

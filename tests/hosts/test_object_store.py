@@ -30,6 +30,7 @@ from fullshard.checkpoint.errors import CheckpointIOError, CheckpointNotFound
 from fullshard.checkpoint.store import Store
 from tests.harness.forked import run_forks
 from tests.harness.killed import DONE, RAISED, Kill, run_killed
+from tests.procs.test_train_cli import children_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.hang_after(900)]
 SHAPE = (5, 3)
@@ -310,3 +311,76 @@ def test_a_saver_killed_at_each_request_leaves_old_or_new(run: str, tmp_path: Pa
     checkpoint.save(state(4, rows), checkpoint_id=f"{run}/step-2")
     assert checkpoint.retain(run, keep_last=1) == [url] and list(Store(run).names()) == ["step-2"]
     assert Store(run).uploads() == []
+
+
+# ---- the trainer -----------------------------------------------------------------------------------------------------
+
+TRAINING = {
+    "training.steps": 24,
+    "training.global_batch": 12,
+    "training.micro_batch": 2,
+    "training.sequence_length": 16,
+    "model.layers": 1,
+    "model.dim": 16,
+    "model.heads": 2,
+    "model.kv_heads": 1,
+    "metrics.eval_every": 100,
+    "metrics.eval_windows": 2,
+    "checkpoint.every": 3,
+    "sample.tokens": 0,
+}
+
+
+def train(run_dir: Path, world: int, **more: object) -> subprocess.Popen[str]:
+    keys = {**TRAINING, "run.dir": run_dir, **{name.replace("__", "."): value for name, value in more.items()}}
+    sets = [word for key, value in keys.items() for word in ("--set", f"{key}={value}")]
+    command = [sys.executable, "-m", "fullshard", "train", *sets, "--nproc", str(world)]
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    return subprocess.Popen(command, start_new_session=True, **pipes)
+
+
+def losses(run_dir: Path) -> dict[int, float]:
+    found = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
+    return {one["step"]: one["loss"] for one in found}
+
+
+def test_a_run_that_is_killed_continues_from_the_bucket_in_a_new_folder(run: str, tmp_path: Path) -> None:
+    """All its processes end, and its folder with the machine; another number of processes continues elsewhere."""
+    straight = train(tmp_path / "straight", 2)
+    said, _ = straight.communicate(timeout=300)
+    assert straight.returncode == 0, said
+    first = train(tmp_path / "first", 2, checkpoint__folder=run)
+    deadline = time.monotonic() + 300
+    while len(checkpoint.list_checkpoints(run)) < 2 and time.monotonic() < deadline:
+        assert first.poll() is None, first.communicate()[0]
+        time.sleep(0.1)
+    for pid in (first.pid, *children_of(first)):
+        os.kill(pid, signal.SIGKILL)
+    first.communicate()
+    whole = checkpoint.latest(run)
+    assert whole is not None
+    second = train(tmp_path / "second", 3, checkpoint__folder=run)
+    said, _ = second.communicate(timeout=300)
+    assert second.returncode == 0, said
+    assert (
+        f"continuing after step {str(whole).rpartition('-')[2]}, from {whole}" in said and "checkpoints: s3://" in said
+    )
+    found, expected = losses(tmp_path / "second"), losses(tmp_path / "straight")
+    assert sorted(found) == [step for step in expected if step > int(str(whole).rpartition("-")[2])]
+    assert [found[step] for step in found] == pytest.approx([expected[step] for step in found], rel=1e-5)
+    assert [one.step for one in checkpoint.list_checkpoints(run)] == [21, 24]
+    # Nothing is left to do in it.
+    third = train(tmp_path / "third", 2, checkpoint__folder=run)
+    said, _ = third.communicate(timeout=300)
+    assert third.returncode == 2 and "its run is complete after 24 steps" in said
+
+
+def test_a_trainer_with_wrong_credentials_ends_with_one_line(run: str, tmp_path: Path) -> None:
+    patch = pytest.MonkeyPatch()
+    with patch.context() as inside:
+        inside.setenv("AWS_ACCESS_KEY_ID", "wrong")
+        process = train(tmp_path / "run", 2, checkpoint__folder=run)
+        said, _ = process.communicate(timeout=300)
+    assert process.returncode == 2 and said.count("\n") == 1
+    assert "checkpoint.folder" in said and "no permission" in said and "look at the credentials" in said
+    assert not (tmp_path / "run").exists()

@@ -55,8 +55,8 @@ ROOMS: dict[str, frozenset[str]] = {
     "plan": frozenset({"layout", "schedule", "program", "page", "_torch"}),
     # `--from` reads what `fullshard migrate` reads.
     "train": frozenset({"", "checkpoint", "program", "keys", "observe", "plan", "migrate"}),
-    # Reads reports and layouts; the probe sends messages as the engine does.
-    "doctor": frozenset({"", "program", "observe", "comm", "migrate", "_torch"}),
+    # Reads reports and layouts; the probe sends messages as the engine does, and writes to the store of checkpoints.
+    "doctor": frozenset({"", "checkpoint", "program", "observe", "comm", "migrate", "_torch"}),
     "_public": frozenset({"agree", "api", "policy", "extras", "observe", "checkpoint", "program", "migrate"}),
     "compat": frozenset({"", "migrate", "checkpoint"}),
     "__init__": frozenset({"_version", "_public", "checkpoint", "extras", "observe"}),

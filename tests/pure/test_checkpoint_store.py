@@ -135,6 +135,21 @@ def test_a_store_without_conditional_writes_is_refused(requests: Requests, monke
     assert not requests.objects
 
 
+def test_a_file_system_that_looks_and_then_writes_is_refused(tmp_path: Path) -> None:
+    """fsspec's own way to write once, which most of its file systems inherit, is no guard between processes."""
+    import fsspec
+    from fsspec.implementations.local import LocalFileSystem
+
+    class Inherits(LocalFileSystem):  # type: ignore[misc]
+        protocol = "looks"
+
+    fsspec.register_implementation("looks", Inherits, clobber=True)
+    with pytest.raises(CheckpointError, match="found fsspec's Inherits, which looks and then writes"):
+        Store(f"looks://{tmp_path}").prove()
+    assert not list(tmp_path.iterdir())
+    Store("memory://b/x").prove()
+
+
 def test_a_large_object_is_sent_in_parts_side_by_side(requests: Requests, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store, "PART_NBYTES", 100)
     requests.fault = lambda request: time.sleep(0.003) if request.kind == "upload_part" else None
@@ -182,9 +197,36 @@ def test_an_upload_that_a_killed_process_left_is_given_up(requests: Requests, mo
     for name in ("mine/a", "mine-too/a"):
         Store("bucket://b/x").upload(name).write(memoryview(bytes(250)))
     here = Store("bucket://b/x")
-    assert [name for name, _ in here.uploads()] == ["mine/a", "mine-too/a"]
-    here.give_up(*here.uploads()[0])
+    assert [name for name, _ in here.uploads()] == ["mine-too/a", "mine/a"]
+    here.give_up(*here.uploads()[1])
     assert [path for path, _ in requests.uploads.values()] == ["b/x/mine-too/a"]
+
+
+def test_uploads_of_many_are_listed_in_pages(requests: Requests, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tests.harness.bucket.PAGE", 3)
+    here = Store("bucket://b/x")
+    for number in range(8):
+        here.multipart("create_multipart_upload", f"a{number}")
+    assert [name for name, _ in here.uploads()] == [f"a{number}" for number in range(8)]
+    assert requests.count("list_multipart_uploads") == 3
+
+
+def test_what_is_forbidden_and_what_lacks_says_what_to_do(requests: Requests) -> None:
+    class NoCredentialsError(Exception):
+        """As botocore names it."""
+
+    for error, words in (
+        (ServerError(403), "no permission: status 403; look at the credentials and policy"),
+        (NoCredentialsError("Unable to locate credentials"), "no credentials: .*; set those of the store on each host"),
+    ):
+
+        def fault(_: Request, error: Exception = error) -> None:
+            raise error
+
+        requests.fault = fault
+        with pytest.raises(CheckpointIOError, match=words) as found:
+            Store("bucket://b/x").put("a", b"1")
+        assert found.value.errno == errno.EACCES
 
 
 def test_names_are_one_level(requests: Requests) -> None:
@@ -197,8 +239,11 @@ def test_paths_and_urls() -> None:
     assert location("relative") == str(Path("relative").absolute())
     assert location(Path("/a/b")) == "/a/b" and location("file:///a/b") == "/a/b"
     assert location("memory://b/x/") == "memory://b/x" and is_url("gs://b") and not is_url("a://b".replace(":", ""))
-    with pytest.raises(ValueError, match="expected a URL as a string"):
-        location(Path("s3://b/x"))
+    # A Path of a URL, and its text; a chain; a protocol that fsspec does not know in capitals.
+    for text in (Path("s3://b/x"), "s3:/b/x", "simplecache::s3://b/x", "S3://b/x", Path("file:///a")):
+        with pytest.raises(ValueError, match="expected a directory, or a URL as a string"):
+            location(text)
+    assert location("./s3:/b") == str(Path("s3:/b").absolute())
     with pytest.raises(ValueError, match="expected the name of a bucket"):
         location("s3://")
     with pytest.raises(CheckpointError, match="expected a protocol of fsspec in nonsense://, found none"):
@@ -207,8 +252,15 @@ def test_paths_and_urls() -> None:
 
 def test_a_package_that_lacks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "gcsfs", None)
-    with pytest.raises(CheckpointError, match="expected the package gcsfs for gs://, found none.*pip install gcsfs"):
-        Store("gs://b/x")
+    monkeypatch.setitem(sys.modules, "adlfs", None)
+    for protocol, package in (("gs", "gcsfs"), ("az", "adlfs"), ("abfs", "adlfs")):
+        words = f"expected the package {package} for {protocol}://, found none.*pip install {package}"
+        with pytest.raises(CheckpointError, match=words):
+            Store(f"{protocol}://b/x")
+    # What fsspec knows, and cannot be made of a URL alone.
+    with pytest.raises(CheckpointError, match="expected a protocol of fsspec in reference://, found none") as found:
+        Store("reference://b/x")
+    assert "\n" not in str(found.value)
     monkeypatch.setitem(sys.modules, "fsspec", None)
     with pytest.raises(CheckpointError, match=r"expected the package fsspec, found none: pip install 'fullshard\[s3\]"):
         Store("s3://b/x")

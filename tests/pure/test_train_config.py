@@ -44,7 +44,7 @@ data.corpus data.text_key data.prompt_key data.messages_key data.loss_on data.va
 data.validation data.tokenizer data.bpe_vocab
 metrics.log_every metrics.eval_every metrics.eval_windows metrics.tensorboard
 metrics.record_first metrics.record_every metrics.plot
-checkpoint.every checkpoint.keep_last checkpoint.keep_every checkpoint.keep_best checkpoint.metric
+checkpoint.every checkpoint.folder checkpoint.keep_last checkpoint.keep_every checkpoint.keep_best checkpoint.metric
 checkpoint.asynchronous checkpoint.staging_mib checkpoint.queue checkpoint.grace_seconds
 sample.prompt sample.tokens sample.temperature sample.top_k
 """.split()

@@ -178,19 +178,26 @@ def _remove(folder: ObjectFolder, names: list[str]) -> None:
 def clear_uploads(url: str, before: int, number: Callable[[str], int | None]) -> None:
     """Give up the uploads of killed saves in a folder of checkpoints, of which nothing else is there: those whose
     `number`, of their checkpoint's name, is less than `before`."""
-    store = Store(url)
-    for name, upload in store.uploads():
+
+    def is_old(name: str) -> bool:
         step = number(name.partition("/")[0])
-        if step is not None and step < before:
-            store.give_up(name, upload)
+        return step is not None and step < before
+
+    _end_uploads(Store(url), is_old)
 
 
 def _give_up_uploads(folder: ObjectFolder, upto: int) -> None:
     """Give up the uploads of generations of at most that number: their saves cannot commit any more."""
-    for name, upload in folder.store.uploads():
+
+    def is_old(name: str) -> bool:
         number = generation_number(name.partition("/")[0])
-        if number is not None and number <= upto:
-            folder.store.give_up(name, upload)
+        return number is not None and number <= upto
+
+    _end_uploads(folder.store, is_old)
+
+
+def _end_uploads(store: Store, is_old: Callable[[str], bool]) -> None:
+    side_by_side([partial(store.give_up, name, upload) for name, upload in store.uploads() if is_old(name)])
 
 
 def _files(folder: ObjectFolder, generation: str) -> list[str]:

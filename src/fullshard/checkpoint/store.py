@@ -34,7 +34,8 @@ PART_NBYTES = 32 << 20
 PARTS_AT_A_TIME = 4
 
 _URL = re.compile(r"([a-z][a-z0-9+.-]*)://(.*)", re.DOTALL)
-_PATH_OF_URL = re.compile(r"[a-z][a-z0-9+.-]*:/[^/]")
+# What looks like a URL and is none: a Path has one slash, a chain has several protocols, no protocol has capitals.
+_NO_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*(:/|::)")
 # Packages of fsspec's, by the protocol that they bring, where the name does not say it.
 _PACKAGES = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "az": "adlfs", "abfs": "adlfs"}
 # One attempt by the library: here requests are repeated, in a stated time.
@@ -44,7 +45,7 @@ _LASTING = frozenset({errno.EINVAL, errno.EPERM, errno.EACCES, errno.ENOSYS, err
 _LASTING_KINDS = (FileNotFoundError, PermissionError, FileExistsError, IsADirectoryError, NotADirectoryError)
 # Classes of botocore and aiohttp that are no `OSError`, and pass.
 _PASSING_NAMES = frozenset({"HTTPClientError", "ConnectionError", "ClientError", "ResponseParserError"})
-_PASSING_STATUS, _SERVER, _PRECONDITION, _NO_RANGE = (408, 409, 429), 500, 412, 416
+_PASSING_STATUS, _FORBIDDEN, _SERVER, _PRECONDITION = (408, 409, 429), (401, 403), 500, 412
 
 _Result = TypeVar("_Result")
 
@@ -60,7 +61,7 @@ def is_url(path: str) -> bool:
 
 
 def location(given: str | os.PathLike[str]) -> str:
-    """The absolute path or the URL in `given`, without a slash at its end.
+    """The absolute path or the URL in `given`, without a slash at its end. Raises `ValueError` for what is neither.
 
     >>> location("s3://bucket/run/"), location("file:///run/x")
     ('s3://bucket/run', '/run/x')
@@ -68,8 +69,11 @@ def location(given: str | os.PathLike[str]) -> str:
     text = os.fspath(given)
     found = _URL.match(text)
     if found is None:
-        if not isinstance(given, str) and _PATH_OF_URL.match(text):
-            raise ValueError(f"expected a URL as a string, found {given!r}: a Path leaves out one of its slashes")
+        if _NO_URL.match(text):
+            raise ValueError(
+                f"expected a directory, or a URL as a string such as 's3://bucket/run', found {given!r}: a Path leaves "
+                f"out a slash of a URL; a directory of that name is ./{text}"
+            )
         return os.path.abspath(text)
     if not is_url(text):
         return os.path.abspath(found[2])
@@ -122,10 +126,13 @@ def _refused(what: str, error: Exception, attempts: int) -> OSError:
         return CheckpointIOError(errno.ENXIO, f"{what}: no such bucket: {text}")
     if isinstance(error, FileNotFoundError):
         return FileNotFoundError(errno.ENOENT, f"{what}: not found")
-    if isinstance(error, PermissionError):
+    if isinstance(error, PermissionError) or _status(error) in _FORBIDDEN:
         return CheckpointIOError(errno.EACCES, f"{what}: no permission: {text}; look at the credentials and policy")
     if "redentials" in type(error).__name__ + text:
-        return CheckpointIOError(errno.EACCES, f"{what}: no credentials: {text}")
+        return CheckpointIOError(
+            errno.EACCES,
+            f"{what}: no credentials: {text}; set those of the store on each host, as its package reads them",
+        )
     number = getattr(error, "errno", None) or errno.EIO
     tried = f" (sent {attempts} times)" if attempts > 1 else ""
     return CheckpointIOError(number, f"{what}: {text}{tried}")
@@ -226,8 +233,17 @@ class Store:
         bucket, _, key = self._root.partition("/")
         prefix = f"{key}/" if key else ""
         call = self._system.call_s3
-        found = self._try("listing", "", lambda: call("list_multipart_uploads", Bucket=bucket, Prefix=prefix))
-        return [(one["Key"].removeprefix(prefix), one["UploadId"]) for one in found.get("Uploads", ())]
+        uploads, after = list[tuple[str, str]](), dict[str, str]()
+        while True:
+            page = self._try(
+                "listing",
+                "",
+                lambda: call("list_multipart_uploads", Bucket=bucket, Prefix=prefix, **after),  # noqa: B023
+            )
+            uploads += [(one["Key"].removeprefix(prefix), one["UploadId"]) for one in page.get("Uploads", ())]
+            if not page.get("IsTruncated"):
+                return uploads
+            after = {"KeyMarker": page["NextKeyMarker"], "UploadIdMarker": page["NextUploadIdMarker"]}
 
     def give_up(self, name: str, upload: str) -> None:
         """End an upload of `uploads`, of which nothing stays."""
@@ -249,6 +265,12 @@ class Store:
         """Write an object, under a name of its own, twice, and remove it: that is all that a save needs. Raises
         `CheckpointIOError` for no bucket, credentials or permission, `CheckpointError` if the store cannot refuse to
         replace an object."""
+        if not self._writes_once():
+            raise CheckpointError(
+                f"{self.url}: expected a store that writes an object only if there is none, found fsspec's "
+                f"{type(self._system).__name__}, which looks and then writes: two savers could both commit there; save "
+                f"to a directory or to a store of objects"
+            )
         name = f".fullshard-{random.getrandbits(64):016x}"
         self.put(name, b"first")
         try:
@@ -261,6 +283,12 @@ class Store:
                 f"{self.url}: expected a store that writes an object only if there is none (If-None-Match), found that "
                 f"it replaced one: two savers could both commit there"
             )
+
+    def _writes_once(self) -> bool:
+        """Whether the package has a conditional write of its own; the one that all inherit is none."""
+        import fsspec
+
+        return getattr(self._system.pipe_file, "__func__", None) is not fsspec.AbstractFileSystem.pipe_file
 
     def _path(self, name: str) -> str:
         return f"{self._root}/{name}" if name else self._root
@@ -406,7 +434,7 @@ def _system(url: str) -> tuple[Any, str]:
                 if protocol in ("s3", "s3a"):
                     _systems[key].retries = 1
             return _systems[key], str(fsspec.core.strip_protocol(url)).rstrip("/")
-        except (ImportError, ValueError) as error:
+        except Exception as error:
             package = _PACKAGES.get(protocol)
             need = f"the package {package} for {protocol}://" if package else f"a protocol of fsspec in {protocol}://"
             how = f": pip install {_quoted(package)}" if package else ""

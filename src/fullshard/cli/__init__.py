@@ -128,7 +128,7 @@ def _add_checkpoint(commands: Any) -> None:
 
     upgrade = actions.add_parser("upgrade", help="rewrite a fullshard checkpoint of an older version")
     _path(upgrade)
-    upgrade.add_argument("target", nargs="?", type=Path, metavar="OUT", help="a new place (default: replace it)")
+    upgrade.add_argument("target", nargs="?", type=_place, metavar="OUT", help="a new place (default: replace it)")
 
     into = actions.add_parser("convert", help="write a checkpoint of any format as a fullshard checkpoint")
     _from_to(into)
@@ -185,12 +185,13 @@ def _add_checkpoint(commands: Any) -> None:
 
 
 def _path(parser: argparse.ArgumentParser, metavar: str = "PATH") -> None:
-    parser.add_argument("path", type=Path, metavar=metavar, help="a checkpoint, or a folder of them: the newest")
+    text = "a checkpoint, or a folder of them: the newest; of fullshard also a URL"
+    parser.add_argument("path", type=_place, metavar=metavar, help=text)
 
 
 def _from_to(parser: argparse.ArgumentParser) -> None:
     _path(parser, "FROM")
-    parser.add_argument("target", type=Path, metavar="TO", help="the file or folder to write")
+    parser.add_argument("target", type=_place, metavar="TO", help="the file or folder to write")
     parser.add_argument("--only", action="append", default=[], metavar="PATTERN", help="keys to take: 'model.*'")
     parser.add_argument("--skip", action="append", default=[], metavar="PATTERN", help="keys to leave out")
     parser.add_argument("--strip", default="", metavar="PREFIX", help="remove this prefix from every key")
@@ -211,6 +212,11 @@ def _from_to(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="for torch.save: names of the optimizer's parameters, one per line, in the order of their numbers",
     )
+
+
+def _place(text: str) -> Path | str:
+    """A path, or a URL, of which a path would leave out a slash."""
+    return text if "://" in text else Path(text)
 
 
 def _size(text: str) -> int:

@@ -215,7 +215,7 @@ def _as_json(one: CheckpointInfo) -> dict[str, Any]:
 _SHOWN_PARTS = 16
 
 
-def _ours(path: Path) -> Path:
+def _ours(path: Path | str) -> Path | str:
     found = formats.detect(path)
     if found.kind != "fullshard":
         raise CheckpointNotFound(f"{path}: expected a checkpoint of fullshard, found {found.says}; inspect reads it")
@@ -393,11 +393,15 @@ def _renaming(arguments: argparse.Namespace, found: formats.Found) -> formats.Re
         if arguments.head_dim is not None:
             raise ValueError("--head-dim needs --names-from and --names-to")
         return formats.UNWRAPPED if arguments.unwrap else None
-    folder = found.path if found.path.is_dir() else found.path.parent
     given = arguments.head_dim
-    return formats.llama(
-        old, new, head_dim=formats.head_dim_of(formats.read_config(folder)) if given is None else given
-    )
+    if given is None:
+        if isinstance(found.path, str):
+            raise ValueError(
+                f"{found.path}: expected --head-dim, because no config.json is beside a checkpoint of a URL"
+            )
+        folder = found.path if found.path.is_dir() else found.path.parent
+        given = formats.head_dim_of(formats.read_config(folder))
+    return formats.llama(old, new, head_dim=given)
 
 
 @contextmanager

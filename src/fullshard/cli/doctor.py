@@ -46,7 +46,7 @@ def add_command(commands: Any) -> None:
     )
     add_axes(doctor, context=True)
     doctor.add_argument(
-        "--checkpoints", type=Path, metavar="FOLDER", help="where they go (default: the config's folder)"
+        "--checkpoints", metavar="FOLDER", help="where they go, a folder or a URL (default: the config's)"
     )
     doctor.add_argument("--no-probe", action="store_true", help="take no step and start no processes")
     doctor.add_argument("--json", action="store_true", help="one JSON object on stdout")
@@ -76,7 +76,7 @@ def run(arguments: argparse.Namespace) -> int:
             else:
                 config.check_world(arguments.nproc)
                 replicas = config.sharding.degrees(arguments.nproc)[0]
-            folder = folder or Path(config.run.dir or "runs")
+            folder = folder or config.checkpoint.folder or config.run.dir or "runs"
             keywords = {
                 "options": {"mp_policy": precision_policy(config.sharding.precision)},
                 "copies": config.checkpoint.keep_last + config.checkpoint.keep_best + 1 + config.checkpoint.queue,

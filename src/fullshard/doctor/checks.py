@@ -251,7 +251,7 @@ def _folder(facts: Facts) -> Iterator[str]:
 
 def _space(facts: Facts) -> Iterator[str]:
     folder = facts.folder
-    if folder and not folder.problem and folder.free < folder.needed:
+    if folder and not folder.problem and folder.free is not None and folder.free < folder.needed:
         yield f"{folder.path} has {human(folder.free)} free, and checkpoints need about {human(folder.needed)}"
 
 

@@ -20,7 +20,7 @@ def examine(
     world: int = 2,
     replicas: int = 1,
     options: dict[str, Any] | None = None,
-    checkpoints: Path | None = None,
+    checkpoints: str | Path | None = None,
     copies: int = 2,
     needs_port: bool = True,
     probes: bool = True,
@@ -28,7 +28,7 @@ def examine(
 ) -> Diagnosis:
     """Look at this machine and at `program`, as it would be sharded over `world` ranks in `replicas` groups.
 
-    options: of `fully_shard`, such as `mp_policy`. checkpoints: their folder; `copies` of them are there at once.
+    options: of `fully_shard`, such as `mp_policy`. checkpoints: their folder or URL, for `copies` of them.
     parallelism: the declaration of all axes; its copies go before `replicas`.
     probes: take steps of the plain model, and send messages between `world` processes, if that many can run here.
 

@@ -91,11 +91,11 @@ class Model:
 @dataclass(frozen=True)
 class Folder:
     """Where checkpoints go. `problem`: why nothing can be written, "" if it can. `needed`: bytes of all checkpoints
-    that are there at once, the one being written included."""
+    that are there at once, the one being written included. `free`: None in an object store."""
 
     path: str
     problem: str
-    free: int
+    free: int | None
     file_system: str
     needed: int
 

@@ -16,6 +16,9 @@ import torch.distributed as dist
 from fullshard import __version__
 from fullshard._torch.names import NEWEST as NEWEST
 from fullshard._torch.names import OLDEST as OLDEST
+from fullshard.checkpoint import CheckpointError
+from fullshard.checkpoint.bucket import prove
+from fullshard.checkpoint.store import is_url, location
 from fullshard.program import ProgramError
 
 from .facts import Folder, Machine
@@ -94,10 +97,18 @@ SHARED = ("nfs", "lustre", "gpfs", "ceph", "beegfs", "9p", "virtiofs", "smb", "c
 IN_MEMORY = ("tmpfs", "ramfs")
 
 
-def look_at_folder(path: Path, needed: int) -> Folder:
-    """The facts of `path`, which need not exist. A file is written in it, or in the folder above that exists, and
-    removed."""
-    path = path.expanduser().absolute()
+def look_at_folder(given: str | Path, needed: int) -> Folder:
+    """The facts of `given`, which need not exist. A file is written in it, or in the folder above that exists, and
+    removed; of a URL, an object. Raises `ValueError` for what is neither."""
+    url = location(given)
+    if is_url(url):
+        try:
+            prove(url)
+            problem = ""
+        except CheckpointError as error:
+            problem = str(error)
+        return Folder(url, problem, None, "", needed)
+    path = Path(url if "://" in str(given) else given).expanduser().absolute()
     there = next(parent for parent in (path, *path.parents) if parent.exists())
     try:
         with tempfile.TemporaryFile(dir=there) as file:

@@ -122,6 +122,9 @@ class CheckpointKeys:
     every: int = setting(
         100, "steps between two checkpoints; 0 = only at the end, and when stopped by SIGTERM", least=0
     )
+    folder: str = setting(
+        "", 'another folder for them, or a URL ("s3://bucket/run"), of this run alone; "" = checkpoints in run.dir'
+    )
     keep_last: int = setting(2, "how many of the newest checkpoints are kept", least=1)
     keep_every: int = setting(0, "also keep those of steps that are multiples of this; 0 = none", least=0)
     keep_best: int = setting(0, "also keep this many with the best metric; 0 = none", least=0)
@@ -176,6 +179,9 @@ class Config:
         else:
             refuse_without_folder(self, Config())
             self._check_llama()
+        if "://" in self.run.dir:
+            problem = "expected a folder of this machine; checkpoints alone go to a URL, checkpoint.folder"
+            raise invalid("run.dir", self.run.dir, problem)
         c = self.checkpoint
         for key in ("staging_mib", "queue"):
             value = getattr(c, key)

@@ -13,7 +13,8 @@
 A file is written under another name and renamed when it is complete, so a reader never sees a partial one; each metrics
 line is one append.
 
-A checkpoint holds model, optimizer and step; of a frozen base nothing, which the folder of the model has. The order of
+With `checkpoint.folder` they are there instead; a run that begins in another run folder continues from them too. A
+checkpoint holds model, optimizer and step; of a frozen base nothing, which the folder of the model has. The order of
 samples is a function of (seed, step), random numbers of (seed, step, rank), the learning rate of the step. So a run
 that continues from step 50 equals the uninterrupted one: bit for bit on the same number of processes, and with the same
 samples on any other.
@@ -26,9 +27,10 @@ import fcntl
 import json
 import os
 import platform
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 import torch
@@ -36,8 +38,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fullshard import MicroBatches, __version__, checkpoint
+from fullshard.checkpoint.bucket import prove
 from fullshard.checkpoint.formats.hf import Entry, SafetensorsWriter
+from fullshard.checkpoint.retention import numbered
 from fullshard.checkpoint.state import plain_name
+from fullshard.checkpoint.store import is_url, location
 from fullshard.train.config import (
     CheckpointKeys,
     Config,
@@ -55,6 +60,10 @@ from fullshard.train.optimizers import parts_of
 from fullshard.train.process import World
 
 CHECKPOINTS = "checkpoints"
+# A directory, or a URL.
+Place = Path | str
+# Between two lines on a save.
+PAUSE_SECONDS = 10.0
 
 # Keys that decide which numbers a run computes. Everything else may change when it continues.
 _FIXED_SECTIONS = ("model", "adapters", "data", "sharding.precision", "optimizer")
@@ -67,6 +76,7 @@ def make_run_dir(config: Config) -> Path:
     Raises `ConfigError` if the folder contains something else.
     """
     path = Path(config.run.dir).expanduser() if config.run.dir else _dated_dir()
+    _check_folder(config.checkpoint.folder)
     try:
         path.mkdir(parents=True, exist_ok=bool(config.run.dir))
         taken = any(path.iterdir())
@@ -83,6 +93,15 @@ def make_run_dir(config: Config) -> Path:
     except OSError as error:
         raise invalid("run.dir", str(path), f"cannot be written to: {error.strerror or error}") from None
     return path
+
+
+def _check_folder(folder: str) -> None:
+    """Raise `ConfigError` unless checkpoints can be saved in `folder`, which may be a URL."""
+    try:
+        if is_url(location(folder)):
+            prove(location(folder))
+    except (ValueError, checkpoint.CheckpointError) as error:
+        raise invalid("checkpoint.folder", folder, str(error)) from None
 
 
 def _dated_dir() -> Path:
@@ -223,6 +242,19 @@ def sole_user(run_dir: Path) -> Iterator[None]:
 # ---- the results of a run: checkpoints and the model -----------------------------------------------------------
 
 
+def folder_of(run_dir: Path, keys: CheckpointKeys) -> Place:
+    """Where the checkpoints of the run in `run_dir` are."""
+    if not keys.folder:
+        return run_dir / CHECKPOINTS
+    found = location(os.path.expanduser(keys.folder))
+    return found if is_url(found) else Path(found)
+
+
+def place_of(folder: Place, step: int) -> Place:
+    """The place of the checkpoint of `step`."""
+    return f"{folder}/step-{step}" if isinstance(folder, str) else folder / f"step-{step}"
+
+
 class Checkpoints:
     """The checkpoints of one run, on each rank."""
 
@@ -236,7 +268,7 @@ class Checkpoints:
         facts: dict[str, Any],
         micro: MicroBatches | None = None,
     ) -> None:
-        self.folder, self.keys, self.world = run_dir / CHECKPOINTS, keys, world
+        self.folder, self.keys, self.world = folder_of(run_dir, keys), keys, world
         self.model, self.optimizers = model, parts_of(optimizer)
         self.facts = facts  # must be equal when the run continues: the corpus, the seed
         self.micro = micro if micro is not None and micro.search != "fixed" else None
@@ -246,8 +278,10 @@ class Checkpoints:
         self.failed_somewhere = False
         # The (new path, reason), on rank 0, of damaged checkpoints that `resume` set aside.
         self.aside: list[tuple[Path | str, str]] = []
+        # Called with a line about a long save, on any thread.
+        self.say: Callable[[str], object] = lambda _: None
 
-    def resume(self) -> tuple[int, Path | None]:
+    def resume(self) -> tuple[int, Place | None]:
         """Load the newest whole checkpoint: the step after which to continue, and the checkpoint, or (0, None).
         Collective.
 
@@ -262,17 +296,18 @@ class Checkpoints:
                     self._set_aside(path, str(error))
         return 0, None
 
-    def newest(self) -> Path | None:
+    def newest(self) -> Place | None:
         """The newest checkpoint that pointer, manifest and sizes do not show to be damaged, by its step. Collective;
         rank 0 looks, skips interrupted saves, and sets aside damaged ones that are newer."""
         found = self._look() if self.world.rank == 0 else -1
         (step,) = self.world.largest([float(found)])
-        return self.folder / f"step-{step:.0f}" if step >= 0 else None
+        return place_of(self.folder, int(step)) if step >= 0 else None
 
     def _look(self) -> int:
-        names = (path.name.removeprefix("step-") for path in self.folder.glob("step-*") if not path.is_symlink())
-        for step in sorted((int(name) for name in names if name.isdecimal()), reverse=True):
-            path = self.folder / f"step-{step}"
+        for step, found in reversed(numbered(str(self.folder))):
+            path = place_of(self.folder, step)
+            if PurePath(found).name != PurePath(path).name:
+                continue
             try:
                 with checkpoint.open_checkpoint(path) as opened:
                     problem = opened.sizes_problem()
@@ -285,10 +320,10 @@ class Checkpoints:
             self._set_aside(path, problem)
         return -1
 
-    def _set_aside(self, path: Path, problem: str) -> None:
+    def _set_aside(self, path: Place, problem: str) -> None:
         self.aside.append((checkpoint.set_aside(path), problem))
 
-    def load(self, path: Path) -> int:
+    def load(self, path: Place) -> int:
         """Restore model and optimizer, and return the step. Collective.
 
         Raises `CheckpointError`, and `RuntimeError` if it belongs to another run; then nothing has changed.
@@ -347,7 +382,7 @@ class Checkpoints:
         without, it may be written in the background, and `settle` or the next save raises its failure."""
         queues = self.keys.queue and self.keys.asynchronous and not wait
         self.settle(leave=1 if queues else 0)
-        path = self.folder / f"step-{step}"
+        path, progress = place_of(self.folder, step), Line(f"step-{step}", self.say)
         model_state, optimizer_state = self._state()
         # Store the size found by failing, so that no resumed run has to fail again; 0: the size was given.
         found = 0 if self.micro is None else self.micro.size or 0
@@ -357,11 +392,16 @@ class Checkpoints:
             bound = self.keys.staging_mib << 20 or None
             self._under_way.append(
                 checkpoint.async_save(
-                    state, checkpoint_id=path, metrics=metrics, staging_nbytes=bound, queue=self.keys.queue
+                    state,
+                    checkpoint_id=path,
+                    metrics=metrics,
+                    staging_nbytes=bound,
+                    queue=self.keys.queue,
+                    progress=progress,
                 )
             )
             return
-        checkpoint.save(state, checkpoint_id=path, metrics=metrics)
+        checkpoint.save(state, checkpoint_id=path, metrics=metrics, progress=progress)
         self._retain()
 
     def settle(self, leave: int = 0) -> None:
@@ -387,8 +427,20 @@ class Checkpoints:
             raise error or checkpoint.CheckpointError(f"{self.folder}: rank 0 could not remove old checkpoints")
 
 
-def save_model_of_checkpoint(run_dir: Path, shape: LlamaShape, step: int) -> None:
-    """Write `model.safetensors` from the checkpoint of `step`, in one process. One tensor after the other is read."""
+class Line:
+    """Says how far a save is, every ten seconds of one that takes longer; called by any thread, one at a time."""
+
+    def __init__(self, name: str, say: Callable[[str], object]) -> None:
+        self._name, self._say, self._due = name, say, time.monotonic() + PAUSE_SECONDS
+
+    def __call__(self, done: int, total: int) -> None:
+        if time.monotonic() >= self._due:
+            self._due = time.monotonic() + PAUSE_SECONDS
+            self._say(f"{self._name}: {done / 1e6:,.1f} of {total / 1e6:,.1f} MB of this process are saved")
+
+
+def save_model_of_checkpoint(run_dir: Path, shape: LlamaShape, path: Place) -> None:
+    """Write `model.safetensors` from the checkpoint `path`, in one process. One tensor after the other is read."""
     with torch.device("meta"):
         named = dict(Llama(shape).named_parameters())
     entries = [Entry(name, value.dtype, tuple(value.shape)) for name, value in named.items()]
@@ -396,7 +448,6 @@ def save_model_of_checkpoint(run_dir: Path, shape: LlamaShape, step: int) -> Non
     with SafetensorsWriter(run_dir / "model.safetensors", entries, made_by) as file:
         for name, value in named.items():
             state = {"model": {name: torch.empty_like(value, device="cpu")}}
-            path = run_dir / CHECKPOINTS / f"step-{step}"
             checkpoint.load(state, checkpoint_id=path, no_dist=True, allow_unexpected=("*",))
             file.write(name, state["model"][name])
 

@@ -14,7 +14,7 @@ from torch import nn
 from fullshard import report
 from fullshard.observe import Recorder, UnitReport, first_and_every
 from fullshard.train import data, folder, metrics
-from fullshard.train.config import Config, ConfigError
+from fullshard.train.config import Config, ConfigError, invalid
 from fullshard.train.console import Console, clock, console_for, draw_loss, memory_lines
 from fullshard.train.exported import export
 from fullshard.train.folder_tokenizer import TOKENIZER, FolderTokenizer, open_tokenizer
@@ -66,6 +66,7 @@ def train(config: Config, world: World, run_dir: Path) -> None:
     if found_in is not None:
         same["base"] = found_in.fingerprint()
     checkpoints = folder.Checkpoints(run_dir, config.checkpoint, world, model, optimizer, same, trainer.micro)
+    checkpoints.say = console.say
     after, newest = checkpoints.resume()
     for path, problem in checkpoints.aside:
         console.say(f"damaged, set aside as {path}: {problem}")
@@ -73,6 +74,11 @@ def train(config: Config, world: World, run_dir: Path) -> None:
         console.say("no whole checkpoint is left: beginning anew with step 1")
     if newest is not None:
         console.say(f"continuing after step {after}, from {newest}")
+    done = after >= config.training.steps and not (run_dir / "metrics.jsonl").exists()
+    if world.largest([float(done and world.rank == 0)])[0]:
+        # The folder of another run that was given as this one's checkpoints has nothing left to do, and no figures.
+        problem = f"its run is complete after {after} steps, and training.steps asks for no more"
+        raise invalid("checkpoint.folder", config.checkpoint.folder, problem)
     outputs = Outputs(console, recorder=_recorder(config, trainer, run_dir, after))
     if world.rank == 0:
         folder.forget_steps_after(run_dir, after)
@@ -206,7 +212,8 @@ def _finish(
         folder.save_model(run_dir, trainer.model, rank=world.rank)
     elif world.rank == 0:
         # Each process has its stages; the checkpoint of the last step has all of them.
-        folder.save_model_of_checkpoint(run_dir, llama_shape(config, tokenizer.vocab), config.training.steps)
+        newest = folder.place_of(folder.folder_of(run_dir, config.checkpoint), config.training.steps)
+        folder.save_model_of_checkpoint(run_dir, llama_shape(config, tokenizer.vocab), newest)
     last = outcome.last
     # A model with NaN cannot generate.
     finite = last is None or last.val_loss is None or math.isfinite(last.val_loss)
@@ -222,7 +229,8 @@ def _finish(
         text = generate(whole, tokenizer, config.sample, context=keys.sequence_length, seed=keys.seed)
     last = last or folder.last_record(run_dir)
     records = metrics.read_metrics(run_dir / "metrics.jsonl")
-    files = ["metrics.jsonl", "config.toml", "manifest.json", *written, folder.CHECKPOINTS]
+    elsewhere = config.checkpoint.folder
+    files = ["metrics.jsonl", "config.toml", "manifest.json", *written, *([] if elsewhere else [folder.CHECKPOINTS])]
     console.say("")
     for line in memory_lines(outcome.held, nbytes, trained, kept):
         console.say(f"rank 0: {line}")
@@ -267,6 +275,8 @@ def _finish(
     if config.metrics.record_first or config.metrics.record_every:
         console.say(f"see:        fullshard see {run_dir}")
     console.say(f"run folder: {run_dir} ({', '.join(files)})")
+    if elsewhere:
+        console.say(f"checkpoints: {elsewhere}")
     console.say(f'generate:   fullshard generate {run_dir} --prompt "{config.sample.prompt}"')
 
 

@@ -15,11 +15,15 @@ from torch import Tensor, nn
 
 from ..adapters import FILE as ADAPTERS
 from ..companions import CONFIG, GENERATION, ROOM, TIED
+from ..directory import POINTER_NAME, generations, pointer_number, reach
 from ..errors import CheckpointError, CheckpointMismatch, CheckpointNotFound
+from ..files import doing
 from ..manifest import encode
 from ..plan import KeyPath, TensorSpec, key_of
+from ..retention import numbered
 from ..saving import stored_part
 from ..state import flatten, nested
+from ..store import is_url, location
 from ..writing import CheckpointWriter
 from .adapter_checkpoints import AdapterSource, as_files
 from .adapters import write_adapters
@@ -49,16 +53,22 @@ class RefusedCheckpoint(CheckpointError):
 
 
 class Found(NamedTuple):
-    """A checkpoint: `kind` is "fullshard", "dcp", "hf" or "torch"; `path` is its own, possibly below the given one."""
+    """A checkpoint: `kind` is "fullshard", "dcp", "hf" or "torch"; `path` is its own, possibly below the given one; of
+    an object store a string."""
 
     kind: str
-    path: Path
+    path: Path | str
     says: str  # one line for people
 
 
-def detect(path: Path) -> Found:
-    """The checkpoint in `path`; in a folder of steps the newest. Raises `UnknownCheckpoint`, or `RefusedCheckpoint` for
-    formats that are recognised but not read."""
+def detect(given: str | os.PathLike[str]) -> Found:
+    """The checkpoint in `given`, a path or a URL; in a folder of steps the newest. Raises `UnknownCheckpoint`, or
+    `RefusedCheckpoint` for formats that are recognised but not read."""
+    url = location(given)
+    if is_url(url):
+        return _detect_in_store(url)
+    # Errors have the path as it was given.
+    path = Path(url if "://" in os.fspath(given) else given)
     if path.is_file():
         return _detect_file(path)
     if not path.is_dir():
@@ -111,6 +121,23 @@ def detect(path: Path) -> Found:
     )
 
 
+def _detect_in_store(url: str) -> Found:
+    def is_one(path: str) -> bool:
+        return any(name == POINTER_NAME or pointer_number(name) is not None for name in reach(path).names())
+
+    with doing(f"looking at {url}"):
+        if is_one(url):
+            return Found("fullshard", url, f"a fullshard checkpoint in {url}")
+        steps = [path for _, path in numbered(url)]
+        newest = next((path for path in reversed(steps) if is_one(path)), None)
+    if newest is None:
+        raise UnknownCheckpoint(
+            f"{url}: expected a checkpoint of fullshard, alone or in a folder of steps, found none; copy one of "
+            f"another format to a directory"
+        )
+    return Found("fullshard", newest, f"a fullshard checkpoint in {newest}, the newest in {url}")
+
+
 def _detect_file(path: Path) -> Found:
     if path.name == ".metadata":
         return Found("dcp", path.parent, f"a DCP checkpoint (torch.distributed.checkpoint) in {path.parent}")
@@ -140,7 +167,7 @@ def open_source(
         with open_source("outputs/checkpoint/step-100") as source:
             rows = source.read("model.w", Box((0, 0), (16, 512)))
     """
-    return open_found(detect(Path(path)), allow_torch_save=allow_torch_save, optimizer_names=optimizer_names)
+    return open_found(detect(path), allow_torch_save=allow_torch_save, optimizer_names=optimizer_names)
 
 
 def open_found(found: Found, *, allow_torch_save: bool = False, optimizer_names: Sequence[str] | None = None) -> Source:
@@ -154,10 +181,10 @@ def open_found(found: Found, *, allow_torch_save: bool = False, optimizer_names:
         case "fullshard":
             return OursSource(found.path)
         case "dcp":
-            return DcpSource(found.path)
+            return DcpSource(Path(found.path))
         case "hf":
-            return HfSource(found.path)
-    return TorchSource(found.path, allow=allow_torch_save, optimizer_names=optimizer_names)
+            return HfSource(Path(found.path))
+    return TorchSource(Path(found.path), allow=allow_torch_save, optimizer_names=optimizer_names)
 
 
 def convert(
@@ -170,12 +197,12 @@ def convert(
     companions: Mapping[str, bytes] | None = None,
     merge_adapters: bool = False,
     model: nn.Module | None = None,
-) -> list[Path]:
+) -> Sequence[Path | str]:
     """Write all of `source` to `target`; returns the files written.
 
     | format | target | memory |
     |---|---|---|
-    | `fullshard` | a fullshard checkpoint; a new generation if there is one already | the largest tensor |
+    | `fullshard` | a fullshard checkpoint, also a URL; a new generation if there is one already | the largest tensor |
     | `dcp` | a folder that `torch.distributed.checkpoint` loads, which must be new | the largest tensor |
     | `hf` | a folder with safetensors files of at most `max_file_nbytes`, without a model in it | the largest tensor |
     | `torch` | a file that `torch.load(weights_only=True)` reads, which must be new | the largest tensor |
@@ -230,10 +257,15 @@ def write(
     *,
     max_file_nbytes: int = DEFAULT_MAX_NBYTES,
     progress: Progress | None = None,
-) -> list[Path]:
+) -> Sequence[Path | str]:
     """The second half of `convert`."""
     source, files = ready
-    target = Path(target)
+    place = location(target)
+    if format != "fullshard" and is_url(place):
+        raise ValueError(
+            f"{place}: expected a directory for the format {format}, found a URL; write to one, and copy it"
+        )
+    target = Path(place if "://" in os.fspath(target) else target)
 
     def read(key: str) -> Tensor:
         tensor = source.read(key)
@@ -243,7 +275,7 @@ def write(
 
     match format:
         case "fullshard":
-            return write_ours(target, source, read, files)
+            return write_ours(place if is_url(place) else target, source, read, files)
         case "dcp":
             return write_dcp(target, source, read)
         case "torch":
@@ -291,8 +323,8 @@ def regrouped(source: Source, values: dict[KeyPath, Any]) -> dict[KeyPath, Any]:
 
 
 def write_ours(
-    folder: Path, source: Source, read: Callable[[str], Tensor], companions: Mapping[str, bytes] | None = None
-) -> list[Path]:
+    folder: Path | str, source: Source, read: Callable[[str], Tensor], companions: Mapping[str, bytes] | None = None
+) -> Sequence[Path | str]:
     """Write all of `source` as a fullshard checkpoint, one tensor in memory at a time."""
     values = regrouped(source, {path: source.value(key) for key, path in source.values.items()})
     files = {(ROOM, name): stored_part(data) for name, data in (companions or {}).items()}
@@ -305,4 +337,7 @@ def write_ours(
         for path, part in files.items():
             assert part.local is not None
             writer.write(key_of(path), part.local)
-    return sorted(path for path in folder.rglob("*") if path.is_file())
+    if is_url(str(folder)):
+        with reach(str(folder)) as objects:
+            return [f"{folder}/{inner}/{name}" for inner in generations(objects) for name in objects.sub(inner).names()]
+    return sorted(path for path in Path(folder).rglob("*") if path.is_file())

@@ -214,6 +214,8 @@ class DcpSource(Source):
 
     kind = "dcp"
 
+    path: Path
+
     def __init__(self, path: Path) -> None:
         self.path, metadata = path, path / ".metadata"
         nbytes = metadata.stat().st_size

@@ -242,4 +242,4 @@ def _opened(path: Path) -> HfSource:
             f"{path}: expected safetensors files, found {found.says}; use fullshard.checkpoint.load for one that "
             f"fullshard saved, and fullshard.checkpoint.formats.load_into for other formats"
         )
-    return HfSource(found.path)
+    return HfSource(Path(found.path))

@@ -30,7 +30,7 @@ class Source(ABC):
     """An opened checkpoint. Close it, or use it as a context manager."""
 
     kind: str  # "dcp", "hf", "torch", "fullshard"
-    path: Path
+    path: Path | str  # a string for a URL
     tensors: Mapping[str, TensorInfo]  # by flat key
     values: Mapping[str, KeyPath]  # entries that are not tensors, by flat key
     tied: Mapping[str, str] = {}  # {key of a tensor: key of another that is the same parameter}
@@ -40,7 +40,7 @@ class Source(ABC):
     def companions(self, model: str | None = None) -> dict[str, bytes]:
         """The files that `from_pretrained` needs beside weights, by name; of several models in a state dict, those of
         the one under the key `model`. Here: the files beside the checkpoint, if a `config.json` is one of them."""
-        return files_beside(self.path)
+        return {} if isinstance(self.path, str) else files_beside(self.path)
 
     @abstractmethod
     def read(self, key: str, box: Box | None = None) -> Tensor:
@@ -109,7 +109,7 @@ class OursSource(Source):
 
     kind = "fullshard"
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path | str) -> None:
         self.path = path
         self._checkpoint = open_checkpoint(path)
         manifest = self._checkpoint.manifest
