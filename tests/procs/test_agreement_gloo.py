@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import time
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 
-from fullshard import fully_shard, sync_module_states
-from fullshard.peers import RanksDisagree
+from fullshard import sync_module_states
 from tests.harness.behaviours import behaviour
 from tests.harness.forked import run_forks
 from tests.harness.implementations import Implementation
@@ -37,77 +32,6 @@ def _wrapped_differently(rank: int, fully_shard: Callable[..., Any]) -> None:
         if i != 1 or rank == 0:
             fully_shard(layer)
     _train(fully_shard(model), rank)
-
-
-def _of_other_shapes(rank: int) -> None:
-    model: Any = seeded(Model)
-    if rank:
-        model.head = nn.Linear(6, 12)
-    _train(shard(model), rank)
-
-
-def _on_other_meshes(rank: int) -> None:
-    """Both meshes exist on all ranks; the same ranks are on both."""
-    two = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    one = init_device_mesh("cpu", (4,))
-    _train(shard(seeded(Model), mesh=one if rank == 1 else two), rank)
-
-
-def _other_settings(rank: int) -> None:
-    os.environ["FULLSHARD_COMMUNICATION"] = ("auto", "torch")[rank]
-    try:
-        _train(shard(seeded(Model)), rank)
-    finally:
-        del os.environ["FULLSHARD_COMMUNICATION"]
-
-
-def _kept_in_other_parts(rank: int) -> None:
-    model: Any = seeded(Model)
-    for layer in model.layers:
-        fully_shard(layer, reshard_after_forward=4 if rank == 1 else 2)
-    _train(fully_shard(model), rank)
-
-
-def _other_seeds(rank: int) -> None:
-    _train(shard(seeded(Model, seed=min(rank, 1))), rank)
-
-
-CASES: dict[str, tuple[Callable[[int], None], int, str]] = {
-    "shapes": (
-        _of_other_shapes,
-        2,
-        "head.weight: expected the same shape on every rank, found (11, 6) on rank 0 and (12",
-    ),
-    "meshes": (
-        _on_other_meshes,
-        4,
-        "root: expected the same mesh on every rank, found cpu (2, 2) ('replicate', 'shard'",
-    ),
-    "settings": (
-        _other_settings,
-        2,
-        "expected the same FULLSHARD_COMMUNICATION on every rank, found auto on rank 0 and",
-    ),
-    "parts": (_kept_in_other_parts, 4, "expected all ranks to come to the same places in the same order, found ranks"),
-    "seeds": (_other_seeds, 3, "embedding.weight: expected the same values on every rank"),
-}
-
-
-def _raises(rank: int, name: str) -> tuple[str, float]:
-    begun = time.monotonic()
-    with pytest.raises(RanksDisagree) as caught:
-        CASES[name][0](rank)
-    return str(caught.value), time.monotonic() - begun
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", CASES)
-def test_all_ranks_raise_in_time(name: str) -> None:
-    found = pool(CASES[name][1]).run(_raises, name, timeout=40)
-    assert len({text for text, _ in found}) == 1
-    assert found[0][0].startswith(CASES[name][2]), found[0][0]
-    # A bound that a process group's timeout would break, not a measurement.
-    assert max(seconds for _, seconds in found) < 20
 
 
 def _error_of(rank: int, name: str) -> str:
@@ -149,17 +73,6 @@ def _synchronised(rank: int) -> tuple[bool, float]:
 def test_one_rank_s_values_for_all() -> None:
     found = pool(3).run(_synchronised)
     assert all(whole for whole, _ in found) and len({total for _, total in found}) == 1
-
-
-def _equal(rank: int) -> str:
-    _train(shard(seeded(Model)), rank)
-    return "trained"
-
-
-@pytest.mark.slow
-def test_equal_ranks_raise_nothing() -> None:
-    for world in (1, 2, 4):
-        assert set(pool(world).run(_equal)) == {"trained"}
 
 
 class _Fails(Model):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import pytest
@@ -11,23 +10,7 @@ import fullshard
 from fullshard import RanksDisagree
 from tests.harness.parity import on_nodes
 from tests.harness.pool import pool
-from tests.threads.test_facts import ROW_2, ROW_3, STRATEGIES, Run, outcome, plain
-
-QUICK = ("learning rate", "clip after the step", "lost optimizer state", "tensor hook")
-
-
-def _named(rank: int, case: str) -> tuple[int, str, str, float]:
-    begun = time.monotonic()
-    found = outcome(rank, plain, ROW_2[case].change, ROW_2[case].at)
-    return (*found, time.monotonic() - begun)
-
-
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("case", QUICK)
-def test_a_rank_that_does_something_else_is_named(case: str) -> None:
-    found = pool(2).run(_named, case)
-    assert {step for step, *_ in found} == {2} and len({what for _, what, *_ in found}) == 1, found
-    assert all(what and seconds < 20 for _, what, _, seconds in found)
+from tests.threads.test_facts import ROW_3, STRATEGIES, Run, outcome, plain
 
 
 def _of_strategy(rank: int, strategy: str) -> tuple[int, str, str]:

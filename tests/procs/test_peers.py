@@ -4,13 +4,10 @@
 from __future__ import annotations
 
 import itertools
-import os
 import re
-import signal
 import time
 from collections.abc import Callable
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -24,7 +21,6 @@ from fullshard.comm.data_group import DataGroup
 from fullshard.peers import Scope, scope_of
 from fullshard.peers.watch import _end
 from tests.harness.forked import run_forks
-from tests.harness.killed import DONE, run_killed
 
 SIZE = 24
 SECONDS = 5.0
@@ -100,12 +96,6 @@ def _scope() -> Scope:
     return scope
 
 
-def _silence(seconds: float) -> None:
-    """For this rank, from now on. Signs of life are as frequent as that needs."""
-    watch = _scope().watch
-    watch.settings = replace(watch.settings, silence_seconds=seconds)
-
-
 @contextmanager
 def within(seconds: float) -> Any:
     begun = time.monotonic()
@@ -168,63 +158,6 @@ def test_all_ranks_raise_and_nothing_is_cut(where: str) -> None:
     assert {renewed for _, _, renewed in found} == {0}
 
 
-def _killed(rank: int) -> None:
-    training = Training(rank)
-    training.step(0)
-    if rank == 1:
-        training.model[1].fail = lambda: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[index,assignment]
-    with within(SECONDS), pytest.raises(PeerFailed, match="rank 1 gave no sign of life") as caught:
-        training.step(1)
-    assert caught.value.rank == 1
-    with within(SECONDS), pytest.raises(PeerFailed):  # not to be had again
-        training.step(2)
-
-
-@pytest.mark.parametrize("world", [2, 3])
-def test_a_killed_rank_is_named(world: int) -> None:
-    statuses = run_killed(world, _killed, None, timeout=40)
-    assert statuses == [DONE if rank != 1 else -signal.SIGKILL for rank in range(world)]
-
-
-def _stopped(rank: int) -> None:
-    training = Training(rank)
-    training.step(0)
-    _silence(3)
-    if rank == 1:
-        if (child := os.fork()) == 0:
-            time.sleep(8)
-            os.kill(os.getppid(), signal.SIGCONT)
-            os._exit(0)
-        training.model[1].fail = lambda: os.kill(os.getpid(), signal.SIGSTOP)  # type: ignore[index,assignment]
-        with pytest.raises(PeerFailed, match="rank 1 gave no sign of life for 3 s"):
-            training.step(1)
-        os.waitpid(child, 0)
-        return
-    with within(9), pytest.raises(PeerFailed, match="rank 1 gave no sign of life for 3 s: it is stopped"):
-        training.step(1)
-
-
-@pytest.mark.sample(1)
-def test_a_stopped_rank_is_named() -> None:
-    assert run_killed(2, _stopped, None, timeout=40) == [DONE, DONE]
-
-
-def _slow(rank: int) -> None:
-    training = Training(rank)
-    training.step(0)
-    # Less than the other one takes, which gives signs of life all the while.
-    _silence(3)
-    for step in range(1, 3):
-        if rank == 1:
-            training.model[1].fail = lambda: time.sleep(5)  # type: ignore[index,assignment]
-        training.step(step)
-
-
-@pytest.mark.slow
-def test_a_slow_rank_is_waited_for() -> None:
-    run_forks(2, _slow, (), 60)
-
-
 def _ended(rank: int) -> None:
     training = Training(rank)
     training.step(0)
@@ -262,39 +195,6 @@ def test_small_messages_between_steps_do_not_hang_either() -> None:
     run_forks(2, _clips_alone, (), 60)
 
 
-def _guarded(rank: int) -> tuple[list[Tensor], str]:
-    training, said = Training(rank), ""
-    for step in range(4):
-        for attempt in range(2):
-            try:
-                with fullshard.guard(training.model), within(SECONDS):
-                    training.model(batch(step, rank)).square().mean().backward()
-                    if rank == 1 and step == 2 and not attempt:
-                        raise MemoryError("while the loss was logged")
-            except (MemoryError, PeerFailed) as error:
-                said = str(error)
-                training.optimizer.zero_grad()
-                continue
-            fullshard.clip_grad_norm_(training.model.parameters(), 1.0)
-            training.optimizer.step()
-            training.optimizer.zero_grad()
-            break
-    return training.state(), said
-
-
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("world", [2, 3])
-def test_a_guarded_block_raises_on_all_ranks(world: int) -> None:
-    expected = run_forks(world, undisturbed, (4,), 60)
-    found = run_forks(world, _guarded, (), 60)
-    _equal([state for state, _ in found], expected)
-    assert found[1][1] == "while the loss was logged"
-    assert found[0][1] == (
-        "expected every rank to take part in the end of a guarded block, found that rank 1 raised at step 2 in a "
-        "guarded block: MemoryError: while the loss was logged"
-    )
-
-
 def _ends_early(rank: int) -> None:
     model = build()
     if rank == 1:
@@ -328,38 +228,6 @@ def _fails_after_its_first_forward(rank: int) -> None:
 def test_a_guarded_block_knows_a_root_that_formed_inside() -> None:
     """Nothing is sent after the forward: only the end of the block can tell."""
     run_forks(2, _fails_after_its_first_forward, (), 60)
-
-
-def _swap(rank: int) -> tuple[list[Tensor], list[int]]:
-    """Failures in turn on all ranks, in every place, with evaluation in between."""
-    training = Training(rank)
-    renewed = []
-    for step in range(4):
-        for where, block in (("fail", 3), ("fail_backward", 0), ("eval", 2)):
-            target = training.model[block]  # type: ignore[index]
-            if rank == step % dist.get_world_size():
-                setattr(target, "fail" if where == "eval" else where, _raise)
-            with pytest.raises((ValueError, PeerFailed)), within(SECONDS):
-                if where == "eval":
-                    with torch.no_grad():
-                        training.model(batch(step, rank))
-                    training.model(batch(step, rank))
-                else:
-                    training.step(step)
-            target.fail = target.fail_backward = None
-            training.optimizer.zero_grad()
-        training.step(step)
-        renewed.append(_scope().renewed)
-    return training.state(), renewed
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_failures_of_all_ranks_in_turn(world: int) -> None:
-    expected = run_forks(world, undisturbed, (4,), 60)
-    found = run_forks(world, _swap, (), 120)
-    _equal([state for state, _ in found], expected)
-    assert found[0][1][-1] >= 8
 
 
 def _before_the_first_forward(rank: int) -> list[Tensor]:
