@@ -1,43 +1,32 @@
 """Point-to-point messages for torch's threaded process group, which has none: `send` and `recv` between threads.
 
-    @pytest.fixture(autouse=True)
-    def _pairs() -> Iterator[None]:
-        with mailbox.pairs():
-            yield
-
-A send is done when its receiver has taken it, as one of gloo is when nothing buffers it, so a wrong order of messages
-waits for ever here, too. A rank that is released leaves its wait.
+`threads.run_ranks` begins with `install`. A send is done when its receiver has taken it, as one of gloo is when nothing
+buffers it, so a wrong order of messages waits for ever here, too. A rank that is released leaves its wait.
 """
 
 from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor
 from torch.testing._internal.distributed.multi_threaded_pg import ProcessLocalGroup, ret_work
 
+# The tag of small texts between ranks (comm/messages.py).
+_TEXTS = 0x66736869
 _changed = threading.Condition()
 _waiting: dict[tuple[str, int, int, int], Tensor] = {}
-# (group, sender, receiver, bytes) of each message, in the order in which they arrived.
+# (group, sender, receiver, bytes) of each message but texts, in the order in which they arrived.
 SENT: list[tuple[str, int, int, int]] = []
 
 
-@contextmanager
-def pairs() -> Iterator[list[tuple[str, int, int, int]]]:
-    """Inside, threaded groups send and receive. Yields what was sent."""
+def install() -> None:
+    """Threaded groups send and receive from now on, and nothing is under way or sent."""
     _waiting.clear()
     SENT.clear()
-    with (
-        mock.patch.object(ProcessLocalGroup, "send", _send, create=True),
-        mock.patch.object(ProcessLocalGroup, "recv", _recv, create=True),
-    ):
-        yield SENT
+    ProcessLocalGroup.send, ProcessLocalGroup.recv = _send, _recv
 
 
 def _wait(group: Any, ready: Any) -> None:
@@ -64,6 +53,7 @@ def _recv(self: Any, tensors: list[Tensor], peer: int, tag: int) -> Any:
         assert there.shape == tensors[0].shape and there.dtype is tensors[0].dtype
         with torch.no_grad():
             tensors[0].copy_(there)
-        SENT.append((self.pg_name, peer, self._rank, there.nbytes))
+        if tag != _TEXTS:
+            SENT.append((self.pg_name, peer, self._rank, there.nbytes))
         _changed.notify_all()
     return ret_work(tensors)

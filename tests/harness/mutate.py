@@ -2,7 +2,7 @@
 
     python -m tests.harness.mutate                   all of them (needs fullshard's environment; minutes)
     python -m tests.harness.mutate R9 next_in_backward     those of some rules
-    python -m tests.harness.mutate --in comm/ agree/order.py     those in files below src/fullshard that begin so
+    python -m tests.harness.mutate --in comm/ agree/ledger.py    those in files below src/fullshard that begin so
     python -m tests.harness.mutate --sample          one of every third file, of those that pure tests kill: seconds
     python -m tests.harness.mutate --list            what there is (the tables: mutations*.txt beside this file)
     python -m tests.harness.mutate --jobs 4          so many at once (default: one for each core)

@@ -38,7 +38,7 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed import multi_threaded_pg as threaded
 
-from tests.harness import collecting, cuda_builds, worlds
+from tests.harness import collecting, cuda_builds, mailbox, worlds
 from tests.harness.errors import RankReport, RanksFailed, format_stacks
 from tests.harness.installed import clear_redistribution_cache, clear_sharding_cache
 
@@ -127,6 +127,7 @@ def run_ranks(world: int, fn: Callable[..., Any], *args: Any, timeout: float = 6
     excepthook = sys.excepthook
     torch._C._distributed_c10d._set_thread_isolation_mode(True)
     threaded._install_threaded_pg()
+    mailbox.install()
     barrier, threaded._store_based_barrier = threaded._store_based_barrier, _store_barrier
     try:
         return run.join(timeout)

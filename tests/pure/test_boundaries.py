@@ -77,7 +77,7 @@ PURE += ("fullshard.plan.recomputation",)
 PURE += tuple(
     f"fullshard.plan.{name}" for name in "moments reductions result rough search simulation spans strategy".split()
 )
-PURE += tuple(f"fullshard.peers.{name}" for name in "diagnosis failures process ranks scope store wait".split())
+PURE += tuple(f"fullshard.peers.{name}" for name in "diagnosis failures process scope store wait".split())
 PURE += ("fullshard.agree.ledger", "fullshard.agree.differences")
 
 # Beside _torch, which has its classes: where torch's FSDP2 is run.

@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import nn
 
-from fullshard.agree import calls, mesh_ledger, order
+from fullshard import peers
+from fullshard.agree import calls, mesh_ledger
 from fullshard.agree.calls import changes_parameters
 from fullshard.agree.ledger import Action, Order, Program, Question
-from fullshard.agree.mesh_ledger import MessageOrder, sizes_of
-from fullshard.agree.order import compare_action
+from fullshard.agree.mesh_ledger import MessageOrder, compare_action, sizes_of
 from fullshard.peers import RanksDisagree
 from fullshard.peers.failures import Failures
 
@@ -30,6 +30,8 @@ class Scope:
         self.compared: list[str] = []
         self.answers: dict[int, str] | None = None
 
+    within = peers.Scope.within
+
     def agree(self, what: str, text: str) -> dict[int, str] | None:
         assert "about to" in str(self.doing)
         self.questions.append(text)
@@ -39,7 +41,7 @@ class Scope:
 @pytest.fixture
 def scope(monkeypatch: pytest.MonkeyPatch) -> Any:
     made = Scope()
-    monkeypatch.setattr(order, "alike", lambda scope, text: scope.compared.append(text) is None)
+    monkeypatch.setattr(mesh_ledger, "alike", lambda scope, text: scope.compared.append(text) is None)
     monkeypatch.setattr(mesh_ledger, "_is_native", lambda unit: False)
     return made
 

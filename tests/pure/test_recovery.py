@@ -89,7 +89,8 @@ def test_what_follows_from_a_failure_is_told_where_nobody_knows_of_it(
 def test_a_disagreement_is_told_to_ranks_of_other_meshes_once(two: Simulation) -> None:
     peers = peers_of(two, 0)
     one, other = peers.scopes
-    peers.disagree_on(one, RanksDisagree("they differ"))
+    with pytest.raises(RanksDisagree), peers.disagreeing(one):
+        raise RanksDisagree("they differ")
     assert one.failures.own is None
     assert other.failures.own is not None and (other.failures.own.kind, other.failures.own.text) == (
         "disagree",

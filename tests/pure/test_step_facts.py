@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -36,7 +38,7 @@ class Made:
 
     def __init__(self) -> None:
         self.peers = SimpleNamespace(told=[])
-        self.peers.disagree_on = lambda scope, error: self.peers.told.append(str(error))
+        self.peers.disagreeing = self._disagreeing
         ending = SimpleNamespace(is_manual=False)
         controls = SimpleNamespace(text="divide factor=2.0")
         self.unit: Any = _Unit(controls)
@@ -49,6 +51,14 @@ class Made:
         # How often values were taken, and whether replicas were.
         self.values: list[bool] = []
         self.mesh.note_values = lambda *, again: self.values.append(again)  # type: ignore[method-assign]
+
+    @contextmanager
+    def _disagreeing(self, scope: object) -> Iterator[None]:
+        try:
+            yield
+        except RanksDisagree as error:
+            self.peers.told.append(str(error))
+            raise
 
     def seal(self) -> dict[str, str]:
         sealed = self.mesh.seal()

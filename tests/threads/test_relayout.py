@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,16 +11,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from fullshard import fully_shard
-from tests.harness import mailbox
 from tests.harness.models import assert_same_training, collect, seeded
 from tests.harness.threads import run_ranks
 from tests.threads.test_weights import Odd, plain
-
-
-@pytest.fixture(autouse=True)
-def _pairs() -> Iterator[None]:
-    with mailbox.pairs():
-        yield
 
 
 def _mesh(layout: str) -> DeviceMesh:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
@@ -17,15 +17,6 @@ from tests.harness import mailbox
 from tests.harness.models import seeded
 from tests.harness.threads import run_ranks
 from tests.threads.test_weights import RULES, Odd, plain, renamed
-
-Sent = list[tuple[str, int, int, int]]
-
-
-@pytest.fixture(autouse=True)
-def sent() -> Iterator[Sent]:
-    with mailbox.pairs() as found:
-        yield found
-
 
 Layout = Callable[[int, dict[str, Tensor]], Mapping[str, Tensor] | None]
 
@@ -134,7 +125,7 @@ def assert_moved(target: Mapping[str, Tensor] | None, expected: Mapping[str, Ten
 @pytest.mark.parametrize("to", LAYOUTS)
 @pytest.mark.parametrize("of", LAYOUTS)
 @pytest.mark.sample(12, full=30)
-def test_from_any_layout_into_any_other(of: str, to: str, sent: Sent) -> None:
+def test_from_any_layout_into_any_other(of: str, to: str) -> None:
     full = values()
     nothing = {name: torch.zeros_like(tensor) for name, tensor in full.items()}
 
@@ -153,10 +144,10 @@ def test_from_any_layout_into_any_other(of: str, to: str, sent: Sent) -> None:
     # What was sent is what the plan says.
     routes, _ = found[0]
     for source, target, nbytes, messages in routes:
-        sizes = [size for _, one, other, size in sent if (one, other) == (source, target)]
+        sizes = [size for _, one, other, size in mailbox.SENT if (one, other) == (source, target)]
         assert (sum(sizes), len(sizes)) == (nbytes, messages) and max(sizes) <= 48
         assert messages <= nbytes / 48 + 2
-    assert sum(nbytes for _, _, nbytes, _ in routes) == sum(size for *_, size in sent)
+    assert sum(nbytes for _, _, nbytes, _ in routes) == sum(size for *_, size in mailbox.SENT)
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,18 +14,11 @@ from torch.distributed.tensor import DTensor
 from fullshard import fully_shard, step_on_owners, transfer
 from fullshard.extras import TransferError
 from fullshard.extras.slept_memory import tensors_in
-from tests.harness import mailbox
 from tests.harness.installed import clear_sharding_cache
 from tests.harness.models import seeded
 from tests.harness.threads import run_ranks
 from tests.threads.test_owners import KINDS, LAYOUTS, assert_same, flat, give_gradients, parted
 from tests.threads.test_owners import Model as Matrices
-
-
-@pytest.fixture(autouse=True)
-def _pairs() -> Iterator[None]:
-    with mailbox.pairs():
-        yield
 
 
 def make() -> nn.Module:

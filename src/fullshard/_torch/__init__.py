@@ -73,7 +73,6 @@ from .dtensor import (
 )
 from .foreach import copied_into_one
 from .groups import (
-    NcclWatchdog,
     Recorded,
     StoreConnection,
     active_collectives,
@@ -84,7 +83,6 @@ from .groups import (
     fake_group,
     issued_by_group,
     known_groups,
-    nccl_watchdog,
     new_group,
     same_group,
     timeout_of,
@@ -116,7 +114,6 @@ else:
 
 __all__ = [
     "MIXED",
-    "NcclWatchdog",
     "Recorded",
     "StoreConnection",
     "TorchCPUOffloadPolicy",
@@ -168,7 +165,6 @@ __all__ = [
     "loads_as_torch",
     "local_of",
     "mark_managed",
-    "nccl_watchdog",
     "new_group",
     "next_node_number",
     "no_torch_function",

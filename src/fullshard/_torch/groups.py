@@ -9,7 +9,7 @@ import socket
 import stat
 import struct
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, NamedTuple, cast
@@ -239,59 +239,6 @@ _SECOND = ("ProcessGroupNCCL2", "ProcessGroupNCCLLazy")
 def _indexed(device: torch.device) -> torch.device:
     """`device` with its index: the current one if it has none."""
     return device if device.index is not None else torch.device(device.type, torch.accelerator.current_device_index())
-
-
-class NcclWatchdog(NamedTuple):
-    """Says what torch's own watchdog of NCCL does in this process. `ends_process`: after an error of NCCL, or the time
-    limit of a message. `hung_seconds`: after so long without a sign of life of the watchdog itself torch ends the
-    process; 0: never."""
-
-    ends_process: bool
-    hung_seconds: float
-
-
-def nccl_watchdog(environ: Mapping[str, str] = os.environ) -> NcclWatchdog:
-    """Torch's watchdog, as `environ` sets it; see ProcessGroupNCCL.hpp of torch.
-
-        TORCH_NCCL_ASYNC_ERROR_HANDLING    after an error or a time-out: 0 nothing; 1 abort, then end the process;
-                                           2 abort; 3, the default: end the process
-        TORCH_NCCL_BLOCKING_WAIT           on: `wait()` blocks the host and raises, and there is no watchdog
-        TORCH_NCCL_DESYNC_DEBUG            on: 0 above counts as 3
-        TORCH_NCCL_ENABLE_MONITORING       on, the default: a thread looks whether the watchdog itself hangs
-        TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC   for how long that may be; 480 by default
-
-    Torch reads them when a process group is made, and raises for a value that it does not know; here that counts as
-    the default.
-
-    >>> nccl_watchdog({})
-    NcclWatchdog(ends_process=True, hung_seconds=480.0)
-    >>> nccl_watchdog({"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"})
-    NcclWatchdog(ends_process=False, hung_seconds=0.0)
-    >>> nccl_watchdog({"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_DESYNC_DEBUG": "1"}).ends_process
-    True
-    >>> nccl_watchdog({"TORCH_NCCL_BLOCKING_WAIT": "1"}).ends_process
-    False
-    """
-
-    def number(default: int, *names: str) -> int:
-        text = next((environ[name] for name in names if name in environ), "")
-        return int(text) if text.lstrip("-").isdigit() else default
-
-    def on(default: bool, *names: str) -> bool:
-        text = next((environ[name] for name in names if name in environ), "").lower()
-        return text in _ON if text in _ON + _OFF else default
-
-    handling = number(3, "TORCH_NCCL_ASYNC_ERROR_HANDLING", "NCCL_ASYNC_ERROR_HANDLING")
-    detail = environ.get("TORCH_DISTRIBUTED_DEBUG", "").upper() == "DETAIL"
-    if handling == 0 and (detail or on(False, "TORCH_NCCL_DESYNC_DEBUG", "NCCL_DESYNC_DEBUG")):
-        handling = 3
-    if on(False, "TORCH_NCCL_BLOCKING_WAIT", "NCCL_BLOCKING_WAIT"):
-        handling = 0
-    monitored = on(True, "TORCH_NCCL_ENABLE_MONITORING")
-    return NcclWatchdog(handling not in (0, 2), float(number(480, "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC")) * monitored)
-
-
-_ON, _OFF = ("1", "y", "yes", "t", "true"), ("0", "n", "no", "f", "false")
 
 
 class Recorded(NamedTuple):

@@ -11,6 +11,7 @@ import operator
 import threading
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
@@ -34,7 +35,6 @@ from .structure import digests_of
 # Options that affect how a step is computed, not its result.
 _HOW = frozenset({"params", "foreach", "fused", "capturable", "differentiable"})
 _SHOWN = 4
-_UNKNOWN = object()
 _PLAIN = (int, float, bool, str, complex, type(None))
 
 # id of a parameter -> key of its mesh, dotted name.
@@ -54,7 +54,7 @@ class _MeshPart:
         self._dotted = list(names)
         self.names = names = tuple(f"{self.groups[position]}.{name}" for name, position in by_name)
         self.listed = f"{len(names)}, {digest_of(chr(10).join(names)):016x}"
-        self.options: dict[tuple[int, str], Fact] = {}
+        self.options: dict[int, list[Fact]] = {}
         self.states = 0
         self.counter: float | None = None
         self.call: Statement | None = None
@@ -62,6 +62,14 @@ class _MeshPart:
         # The total version of the gradients, and its text.
         self._written = -1, -1
         self._written_text = ""
+
+    def note_options(self, position: int, options: Mapping[str, Any]) -> None:
+        """The options of the group at `position` are others than at the last step."""
+        place = self.groups.get(position)
+        if place is not None:
+            of = f"group {place} of the optimizer" if len(self.groups) > 1 else "the optimizer"
+            self.options[position] = [Fact("optimizer", f"{key} of {of}", text_of(options[key])) for key in options]
+            self.made_of = None
 
     def written(self) -> str:
         """How often gradients were written before the step, as text; rebuilt only when the versions changed."""
@@ -83,9 +91,8 @@ class OptimizerFacts:
     def __init__(self, optimizer: Optimizer, places: Places) -> None:
         self._name = type(optimizer).__name__
         self._lists = [list(group["params"]) for group in optimizer.param_groups]
-        # The options of all groups at the last step, and (position of the group, key) of each.
-        self._raw: list[Any] | None = None
-        self._names: list[tuple[int, str]] = []
+        # The options of each group at the last step, by key.
+        self._options: list[dict[str, Any]] = [{} for _ in self._lists]
         self._states = -1
         self._state = optimizer.state
         # Whether state that has not its parameter's shape is on one rank alone (extras/owners.py).
@@ -121,15 +128,16 @@ class OptimizerFacts:
     def stepped(self, optimizer: Optimizer, *, changes: bool = True) -> dict[Any, Statement]:
         """The optimizer took a step. Returns its statement for each mesh, by the key of the mesh. `changes`: whether
         the step changed parameters."""
-        groups = optimizer.param_groups
-        raw: list[Any] = []
-        for group in groups:
+        for position, group in enumerate(optimizer.param_groups):
+            options = {}
             for key, value in group.items():
                 if key not in _HOW:
                     value = _number_of(value) if isinstance(value, Tensor) else value
-                    raw.append(value if isinstance(value, _PLAIN) else text_of(value))
-        if raw != self._raw:
-            self._note_options(groups, raw)
+                    options[key] = value if isinstance(value, _PLAIN) else text_of(value)
+            if options != self._options[position]:
+                self._options[position] = options
+                for part in self.parts.values():
+                    part.note_options(position, options)
         if not changes:
             return {}
         self._has_owners = ON_OWNERS in vars(optimizer)
@@ -146,29 +154,11 @@ class OptimizerFacts:
             calls[key] = part.call
         return calls
 
-    def _note_options(self, groups: Sequence[Mapping[str, Any]], raw: list[Any]) -> None:
-        """Some option changed. A learning-rate schedule changes one of many in each step, so only changes are noted."""
-        before, self._raw = self._raw, raw
-        names = [(position, key) for position, group in enumerate(groups) for key in group if key not in _HOW]
-        if before is None or names != self._names:
-            before, self._names = [_UNKNOWN] * len(raw), names
-            for part in self.parts.values():
-                part.options = {}
-        for (position, key), value, old in zip(names, raw, before, strict=True):
-            if value is old or value == old:
-                continue
-            for part in self.parts.values():
-                place = part.groups.get(position)
-                if place is not None:
-                    of = f"group {place} of the optimizer" if len(part.groups) > 1 else "the optimizer"
-                    part.options[position, key] = Fact("optimizer", f"{key} of {of}", text_of(value))
-                    part.made_of = None
-
     def _call(self, part: _MeshPart, state: str, gradients: str) -> Statement:
         facts = (
             Fact("optimizer", "class of the optimizer", self._name),
             Fact("parameters", "parameters of the optimizer", part.listed),
-            *sorted(part.options.values()),
+            *sorted(chain.from_iterable(part.options.values())),
             Fact("state", "state of the optimizer", state),
             Fact("gradients", "gradients that the optimizer took", gradients),
         )

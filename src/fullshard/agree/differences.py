@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from ..peers.failures import RanksDisagree
-from ..peers.ranks import shown_ranks, variants
+from ..peers.failures import RanksDisagree, shown_ranks, variants
 from ..peers.scope import Scope, ask, tell
 from .ledger import (
     CALL,

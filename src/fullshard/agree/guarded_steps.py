@@ -1,4 +1,4 @@
-"""Optimizer steps inside a guarded block: all ranks begin them together, and an interrupted step is recorded.
+"""`guard`: a block that either completes on all ranks or raises on all ranks, and the optimizer steps inside of it.
 
     before the first step of each optimizer   all ranks synchronise, so a rank that failed earlier prevents the step; on
                                               a device the host waits first for all that was queued (`arrive`)
@@ -11,24 +11,94 @@ steps write DTensors without bumping versions, so such a step counts as one that
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from .._torch import local_of, version_of
 from .._torch.modules import outside_graphs
-from ..engine.root import Root
+from ..engine.mixed_operations import note_mixed
+from ..engine.root import Root, formed, module_units
 from ..peers import PeerFailed, Scope
+from ..policy.arguments import expect, expect_flag
 from .ledger import program_of
-from .recovery import Peers
+from .recovery import Peers, peers_below
 
 # How long the host sleeps between two looks at an event.
 _LOOK_SECONDS = 0.0002
+
+
+@contextmanager
+def guard(*guarded: nn.Module | Optimizer, wait: bool = True) -> Iterator[None]:
+    """If one rank raises inside the block, every rank of the models raises before it leaves the block.
+
+        with fullshard.guard(model, optimizer):
+            loss = model(tokens).loss
+            loss.backward()
+            optimizer.step()  # runs only if every rank got here
+
+    The rank that raises keeps its own exception. The others raise `PeerFailed`, which names that rank and quotes its
+    error: at the end of the block at the latest, and within seconds if they are waiting for it. This also covers ranks
+    that were killed or stopped. Afterwards all ranks may retry: call `zero_grad` and run the block again; unreduced
+    gradients of earlier, successful micro-batches stay.
+
+    Optimizers: before the first step of each, all ranks synchronise once more, so that a rank that failed earlier
+    prevents the step everywhere. If a rank raises *inside* a step, all ranks name it. If no rank wrote anything, all
+    may retry. Otherwise the step cannot be undone: the error says so, and every forward of the model raises
+    `RanksDisagree` on all ranks until all have loaded a checkpoint (`mark_restored`). Steps that a scaler skips on all
+    ranks do not count. An optimizer-in-backward step (`step_in_backward`) runs before any rank can prevent it.
+
+    On a device the host runs ahead: after `backward()` the bytes of its messages may still be on the way, and a message
+    that never comes shows later. So with `wait=True` the host waits, each time before all ranks synchronise, for all
+    that was queued on the current stream. An abort or a message that failed then raises before the first step. What
+    this costs on a device is unmeasured: the host cannot queue the step while the backward runs. With `wait=False` it
+    does not wait: a step may run on gradients that never arrived, and the model is lost. On a CPU `wait` changes
+    nothing.
+
+    Without a guard, peers are also notified of an exception in forward or backward; but a rank that does not wait for
+    a message of the failed rank continues to its optimizer step.
+
+    guarded: models sharded by `fully_shard`, the ranks of whose meshes take part, and their optimizers. All ranks must
+    enter the same blocks and take the same steps in them. Costs two messages of 16 bytes per mesh axis, and two per
+    optimizer. With one rank it does nothing. Raises `TypeError` for any other object and `ValueError` for a model
+    without sharded modules, or for no model.
+    """
+    expect_flag("wait", wait)
+    models = [one for one in guarded if isinstance(one, nn.Module)]
+    optimizers = [one for one in guarded if isinstance(one, Optimizer)]
+    if len(models) + len(optimizers) < len(guarded):
+        strange = next(one for one in guarded if not isinstance(one, nn.Module | Optimizer))
+        raise TypeError(
+            f"guarded: expected models and optimizers, found {type(strange).__name__}; pass models and their optimizers"
+        )
+    for model in models:
+        found = bool(module_units(model))
+        expect("guarded", found, "models with sharded modules", model, "call fully_shard first", ValueError)
+    if not models:
+        raise ValueError("guarded: expected a model that fully_shard was applied to, found none; pass it first")
+    peers = peers_below(*models)
+    roots = dict.fromkeys(
+        root for model in models for unit in module_units(model) if (root := formed(unit)) is not None
+    )
+    devices = dict.fromkeys(unit.device for model in models for unit in module_units(model)) if wait else ()
+    steps = GuardedSteps(peers, list(roots), optimizers, devices)
+    try:
+        with steps:
+            yield
+        steps.come_together("the end of a guarded block")
+    except BaseException as error:
+        note_mixed(error)
+        told = steps.failed(error)
+        peers.attempt_failed(error, steps.where)
+        if told is error:
+            raise
+        raise told from error
 
 
 class _Begun(NamedTuple):

@@ -19,6 +19,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, cast
 
@@ -27,13 +28,15 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from .._torch import non_persistent_buffers
-from ..comm import alike, further_ranks
+from ..comm import ExpertLine, alike
 from ..engine.names import clean_name, first_few
 from ..engine.optimizer_steps import asks_on_devices, optimizer_steps
 from ..engine.padding_rows import note_row_loaded
+from ..engine.root import module_units
 from ..engine.unit import Unit, unit_of
 from ..param import Owner
 from ..peers import LOST, PeerFailed, RanksDisagree, Scope, had_losses, lost_in, scope_of, shown_ranks
+from ..policy.arguments import expect_tensors, expect_text
 from .ledger import HALF, program_of
 
 # ---- peers -----------------------------------------------------------------------------------------------------------
@@ -46,8 +49,9 @@ class Peers:
         self.scopes: list[Scope] = []
         units = list(units)
         meshes = [links.everyone for unit in units for links in unit.links]
-        # Experts wait for ranks of other meshes, too.
-        for ranks in (*meshes, *(further_ranks(unit.module) for unit in units)):
+        # Experts that are divided wait for ranks of other meshes, too.
+        lines = [line for unit in units if isinstance(line := getattr(unit.module, "line", None), ExpertLine)]
+        for ranks in (*meshes, *(line.everyone for line in lines)):
             scope = scope_of(ranks)
             if scope is not None and scope not in self.scopes:
                 scope.step = partial(_steps_since, optimizer_steps(thread), thread)
@@ -69,25 +73,27 @@ class Peers:
         if any(scope.failures.cause is not None or scope.causes() for scope in self.scopes) and self._follows(error):
             return
         for scope in self.scopes:
-            doing, scope.doing = scope.doing, scope.doing or where
-            try:
+            with scope.within(scope.told or where):
                 scope.publish("raised", text, vague=error is None)
-            finally:
-                scope.doing = doing
 
     def _follows(self, error: BaseException | None) -> bool:
         # If any scope has no report yet, ranks that wait there need one.
         known = all(scope.causes() for scope in self.scopes)
         return known and (error is None or isinstance(error, PeerFailed | RanksDisagree))
 
-    def disagree_on(self, scope: Scope, error: RanksDisagree) -> None:
-        """`error` was raised on the mesh of `scope`. Report it on the other meshes, whose ranks would wait forever."""
-        for other in self.scopes:
-            if other is not scope:
-                if not other.failures.must_meet:
+    @contextmanager
+    def disagreeing(self, scope: Scope) -> Iterator[None]:
+        """`RanksDisagree`, raised inside on the mesh of `scope`, is reported on the other meshes, whose ranks would
+        wait forever."""
+        try:
+            yield
+        except RanksDisagree as error:
+            for other in self.scopes:
+                if other is not scope and not other.failures.must_meet:
                     other.publish("disagree", str(error))
                 # Report once: the other ranks of `scope` report the same.
                 other.failures.has_raised = True
+            raise
 
     def attempt_failed(self, error: BaseException, where: str) -> None:
         """`publish` for a guarded block, which all ranks enter equally often."""
@@ -103,13 +109,10 @@ class Peers:
         that its second message is missing.
         """
         for scope in self.scopes * 2:
-            doing, scope.doing = scope.doing, what
-            try:
+            with scope.within(what):
                 # By a collective if there are connections on the host, else through the store.
                 if not alike(scope, what):
                     scope.agree(what, "")
-            finally:
-                scope.doing = doing
 
     def compare(self, what: str, said: str, weight: Callable[[str], int]) -> dict[int, str]:
         """The answers of all ranks to `what`, by rank. With several scopes, the answer of the highest `weight` is
@@ -125,11 +128,8 @@ class Peers:
     def meet(self) -> bool:
         """After a failure, wait for all ranks before anything is sent. Returns whether ranks had diverged."""
         for scope in self.scopes:
-            try:
+            with self.disagreeing(scope):
                 scope.refuse_failure()
-            except RanksDisagree as error:
-                self.disagree_on(scope, error)
-                raise
         if had_losses and any(scope.losses.current is not None for scope in self.scopes):
             for scope in self.scopes:
                 if scope.failures.must_meet and scope.losses.current is None:
@@ -380,6 +380,32 @@ def declare_sound(model: nn.Module) -> None:
     for scope in list(_by_scope):
         if scope.losses.current is None:
             scope.losses.learned_at = 0.0
+
+
+def mark_restored(model: nn.Module | Iterable[Tensor], *, source: str = "") -> None:
+    """Declare the state of `model` consistent again after one rank raised in an optimizer step that others took, or
+    after an abort on a device while messages were under way.
+
+    Until all ranks call this or load a checkpoint, every forward raises. `fullshard.checkpoint.load` and the model's
+    `load_state_dict` call it themselves. Call it on all ranks if you restored parameters and optimizer state in another
+    way: from copies, or by a load that writes into tensors. After an abort on a device a model must be given as a
+    whole: tensors count for themselves alone, and the state of optimizers does not count as restored with them.
+    model: a model with sharded modules, or sharded parameters as in the model or its state dict.
+    source: a description of what was loaded. The ranks compare it in their next step, to detect that they loaded
+        different checkpoints. `fullshard.checkpoint.load` passes the save it loaded.
+
+    Raises `ValueError` if nothing is sharded.
+    """
+    expect_text("source", source)
+    model = model if isinstance(model, nn.Module) else expect_tensors("model", model)
+    units = module_units(model) if isinstance(model, nn.Module) else []
+    units_restored(units, source)
+    if isinstance(model, nn.Module):
+        declare_sound(model)
+    if not units and (isinstance(model, nn.Module) or not tensors_restored(model, source)):
+        raise ValueError(
+            "model: expected one that fully_shard was applied to, or its parameters, found nothing sharded"
+        )
 
 
 def lost_error(scope: Scope) -> RanksDisagree:

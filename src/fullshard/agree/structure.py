@@ -13,8 +13,7 @@ the digests differ. All ranks of a mesh get the same answer, so either all of th
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -34,6 +33,7 @@ from ..param import (
     digest,
     full_digests,
     local_data,
+    numbers_of,
     written_before,
 )
 from ..peers import RanksDisagree, Scope, ask, scope_of, shown_ranks
@@ -113,12 +113,8 @@ def describe(root: AnyRoot, ranks: tuple[int, ...], mode: str = "full") -> list[
 
 
 def _settings(root: AnyRoot, mode: str) -> dict[str, str]:
-    options = root.options
-    facts = {"FULLSHARD_GUARD": mode}
-    facts |= {variable: str(getattr(options, field)) for field, variable in _SETTINGS.items()}
-    if mode == "off":
-        return {"FULLSHARD_GUARD": "off"}
-    return facts
+    fields = {} if mode == "off" else _SETTINGS
+    return {"FULLSHARD_GUARD": mode, **{name: str(getattr(root.options, field)) for field, name in fields.items()}}
 
 
 def _unit_facts(unit: Unit, known: Sequence[Unit]) -> dict[str, str]:
@@ -296,14 +292,7 @@ def differing(scope: Scope, kind: str, tensors: Mapping[str, Tensor]) -> list[Dr
 
 def digests_of(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     """A text with digest, shape and dtype of each tensor. Synchronises once per device."""
-    digests = [digest(tensor) for tensor in tensors.values()]
-    numbers = [0] * len(digests)
-    by_device: dict[torch.device, list[int]] = {}
-    for i, one in enumerate(digests):
-        by_device.setdefault(one.device, []).append(i)
-    for places in by_device.values():
-        for i, number in zip(places, torch.stack([digests[i] for i in places]).tolist(), strict=True):
-            numbers[i] = number
+    numbers = numbers_of(list(map(digest, tensors.values())))
     return {
         name: f"{number & (1 << 64) - 1:x} {tuple(tensor.shape)} {tensor.dtype}"
         for number, (name, tensor) in zip(numbers, tensors.items(), strict=True)
@@ -357,41 +346,37 @@ class _OnMesh(NamedTuple):
     scope: Scope
 
 
-def _for_each_mesh(root: AnyRoot, peers: Peers, compare: Callable[[AnyRoot, _OnMesh], object]) -> dict[object, object]:
-    """Compare on each mesh of `root`. Returns the results, by the ranks of the mesh."""
-    found: dict[object, object] = {}
+def _each_mesh(root: AnyRoot) -> Iterator[_OnMesh]:
+    """The meshes of `root` that have peers."""
     for ranks, mesh in meshes_of(root.units).items():
-        scope = scope_of(ranks)
-        if scope is not None:
-            try:
-                found[ranks] = compare(root, _OnMesh(mesh, ranks, scope))
-            except RanksDisagree as error:
-                peers.disagree_on(scope, error)
-                scope.failures.has_raised = True
-                raise
-    return found
+        if (scope := scope_of(ranks)) is not None:
+            yield _OnMesh(mesh, ranks, scope)
 
 
 def refuse_other_structure(root: AnyRoot, peers: Peers, mode: str) -> None:
     """Compare the structure, before any connection or message. `mode`: what ranks compare. Raises `RanksDisagree` on
     all ranks of a mesh."""
     peers.meet()
-    _for_each_mesh(root, peers, partial(_refuse_other_structure, mode))
+    for on in _each_mesh(root):
+        with peers.disagreeing(on.scope):
+            refuse_differences(on.scope, "the units and parameters of the model", describe(root, on.ranks, mode))
 
 
-def refuse_other_values(root: AnyRoot, peers: Peers) -> set[object]:
+def refuse_other_values(root: AnyRoot, peers: Peers) -> set[tuple[int, ...]]:
     """Compare initial values and buffers, in the first forward. Raises `RanksDisagree` on all ranks of a mesh. Returns
     the meshes, by their ranks, on which it warned of buffers."""
-    _for_each_mesh(root, peers, _refuse_other_values)
-    warned = _for_each_mesh(root, peers, _refuse_other_buffers)
+    for on in _each_mesh(root):
+        with peers.disagreeing(on.scope):
+            _refuse_other_values(root, on)
+    warned = set()
+    for on in _each_mesh(root):
+        with peers.disagreeing(on.scope):
+            if _refuse_other_buffers(root, on):
+                warned.add(on.ranks)
     for unit in root.units:
         for param in unit.params:
             param.initial = None
-    return {ranks for ranks, has_warned in warned.items() if has_warned}
-
-
-def _refuse_other_structure(mode: str, root: AnyRoot, on: _OnMesh) -> None:
-    refuse_differences(on.scope, "the units and parameters of the model", describe(root, on.ranks, mode))
+    return warned
 
 
 def _refuse_other_buffers(root: AnyRoot, on: _OnMesh) -> bool:

@@ -14,7 +14,7 @@ from functools import partial
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from ..agree.order import before_opening
+from ..agree.mesh_ledger import before_opening
 from ..comm import settle_uploads
 from ..engine import Unit, unit_of
 from ..engine.full_params import NoSteps, Opening, OpenUnit, opened_of, refuse_in_step

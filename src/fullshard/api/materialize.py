@@ -18,7 +18,7 @@ from ..agree.ledger import TENSOR, stated
 from ..agree.structure import Drift as Drift
 from ..agree.structure import find_drift as _find_drift
 from ..agree.structure import ranks_of
-from ..comm import agreed, broadcast_over, sum_over, together_over
+from ..comm import broadcast_over, largest_over, sum_over, together_over
 from ..engine import Unit, unit_of
 from ..engine.names import clean_name
 from ..engine.root import module_units
@@ -522,7 +522,8 @@ def _agreed_seed(seed: int | None, units: Sequence[Unit]) -> int:
     with _GENERATORS:
         value = (torch.initial_seed() if seed is None else seed) & ((1 << 62) - 1)
     for mesh in dict.fromkeys(param.spec.mesh for unit in units for param in unit.params):
-        if not agreed(value, mesh, "materialize"):
+        most, least = largest_over(mesh, torch.tensor([value, -value]), "materialize").tolist()
+        if most != -least:
             raise ValueError(
                 f"seed: expected the same one on all ranks, found {value} here and another one elsewhere; pass seed=, "
                 f"or call torch.manual_seed with the same number on all ranks first"

@@ -26,7 +26,6 @@ from .exchange import ranks_of as ranks_of
 from .exchange import texts_of as texts_of
 from .experts import ExpertLine as ExpertLine
 from .experts import TokenRoute as TokenRoute
-from .experts import further_ranks as further_ranks
 from .gather import CastGather as CastGather
 from .gather import CustomBuffers as CustomBuffers
 from .gather import CustomGroup as CustomGroup
@@ -42,7 +41,6 @@ from .group import attend as attend
 from .group import block_of as block_of
 from .group import mesh_links as mesh_links
 from .messages import Messenger as Messenger
-from .messages import agreed as agreed
 from .messages import alike as alike
 from .messages import all_reduce_over as all_reduce_over
 from .messages import alone as alone

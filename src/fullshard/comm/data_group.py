@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
 import threading
 import time
 import weakref
@@ -34,7 +35,7 @@ from torch.distributed.distributed_c10d import (
     ReduceScatterOptions,
 )
 
-from .._torch import capturing, error_of, is_capturing_elsewhere, nccl_watchdog
+from .._torch import capturing, error_of, is_capturing_elsewhere
 from ..peers import Scope, Wait
 from .connections import connected, cut_host, explained, is_of_connections
 from .pool import Buffer, BufferPool
@@ -45,6 +46,12 @@ _CUTS = ("gloo", "nccl")
 # How long a wait for a collective lasts before it looks whether the watch ended it; and how long a cut may take.
 _SLICE = timedelta(seconds=2)
 _CUT_SECONDS = 3.0
+# What torch's watchdog of NCCL reads, by its newer and older names.
+_WATCHDOG = (
+    *("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_BLOCKING_WAIT", "TORCH_NCCL_DESYNC_DEBUG"),
+    *("TORCH_NCCL_ENABLE_MONITORING", "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC", "TORCH_DISTRIBUTED_DEBUG"),
+    *("NCCL_ASYNC_ERROR_HANDLING", "NCCL_BLOCKING_WAIT", "NCCL_DESYNC_DEBUG"),
+)
 
 # ---- messages under way ----------------------------------------------------------------------------------------------
 
@@ -433,13 +440,12 @@ def open_data_group(
 
 @functools.cache
 def _tell_of_watchdog() -> None:
-    """Log once what torch's watchdog does, which may end this process before our watch raises."""
-    watchdog = nccl_watchdog()
+    """Log once what decides whether torch's watchdog ends this process before our watch raises."""
+    found = ", ".join(f"{name}={os.environ[name]}" for name in _WATCHDOG if name in os.environ)
     _log.info(
-        "NCCL: torch's watchdog %s after an error of NCCL or a time-out (TORCH_NCCL_ASYNC_ERROR_HANDLING), and torch "
-        "ends the process when that watchdog hangs for %g seconds (0: never); see docs/failures.md, On a device",
-        "ends this process" if watchdog.ends_process else "does not end this process",
-        watchdog.hung_seconds,
+        "NCCL: torch's watchdog ends this process after an error of NCCL or a time-out unless variables say otherwise, "
+        "found %s; see docs/failures.md, On a device",
+        found or "none of them",
     )
 
 

@@ -7,19 +7,19 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..peers import RanksDisagree, Scope, scope_of, shown_ranks
-from .data_group import Line, can_cut, data_group, open_data_group
+from ..peers import RanksDisagree, scope_of, shown_ranks
+from .data_group import Line
 from .group import backend_name
+from .messages import line_over
 
-_PURPOSE = "experts"
 # Of what a rank says of its tokens, where ranks differ.
 _TEXT_NBYTES = 256
 
@@ -161,25 +161,10 @@ class ExpertLine:
         # torch's fake group brings nothing: what leaves counts as what arrives.
         return backend_name(group, self._device) == "fake"
 
-    @contextmanager
-    def _line(self, group: dist.ProcessGroup, what: str) -> Iterator[Line]:
+    def _line(self, group: dist.ProcessGroup, what: str) -> AbstractContextManager[Line]:
         """The line over `group`, whose waits know failures of any rank of the model."""
-        backend, scope = backend_name(group, self._device), scope_of(self.everyone)
-        if scope is None or not can_cut(backend):
-            yield Line(group)
-            return
-        doing, scope.doing = scope.doing, f"{what} of {self.name}" if self.name else what
-        try:
-            if not _has_root(scope):
-                scope.resume()
-            opened = data_group(group, _PURPOSE) or open_data_group(scope, group, self._device, backend, _PURPOSE)
-            try:
-                yield Line(group, opened)
-            except BaseException as error:
-                scope.interrupted(error, what)
-                raise
-        finally:
-            scope.doing = doing
+        doing = f"{what} of {self.name}" if self.name else what
+        return line_over(scope_of(self.everyone), group, self._device, "experts", doing)
 
     def _disagree(self, facts: str) -> None:
         """Raise `RanksDisagree` that says what each rank has. Collective."""
@@ -203,13 +188,3 @@ class ExpertLine:
             what="experts",
             by_rank={rank: said for said, ranks in found.items() for rank in ranks},
         )
-
-
-def _has_root(scope: Scope) -> bool:
-    return any(getattr(group, "purpose", "") == "data" for group in scope.groups.values())
-
-
-def further_ranks(module: Any) -> tuple[int, ...]:
-    """All ranks whose failure ends waits of `module`, if it is experts that are divided; else ()."""
-    line = getattr(module, "line", None)
-    return line.everyone if isinstance(line, ExpertLine) else ()

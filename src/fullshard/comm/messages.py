@@ -10,14 +10,14 @@ import ctypes
 import functools
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.distributed_c10d import AllreduceOptions, GatherOptions
+from torch.distributed.distributed_c10d import AllreduceOptions
 from torch.distributed.tensor import DTensor, Shard
 
 from .._torch import backend_of, dtensor_like, local_of
@@ -65,16 +65,14 @@ class Messenger(NamedTuple):
         if scope is None:
             yield
             return
-        doing, scope.doing = scope.doing, what
-        try:
-            self._begin(scope, what)
-            yield
-            scope.failures.block += 1
-        except BaseException as error:
-            scope.interrupted(error, what)
-            raise
-        finally:
-            scope.doing = doing
+        with scope.within(what):
+            try:
+                self._begin(scope, what)
+                yield
+                scope.failures.block += 1
+            except BaseException as error:
+                scope.interrupted(error, what)
+                raise
 
     def _begin(self, scope: Scope, what: str) -> None:
         failures = scope.failures
@@ -120,11 +118,8 @@ class Messenger(NamedTuple):
         """
         if self.line is None or self.world == 1:
             return combine([text])
-        if self.line.data_group is not None:
-            found = self.line.send(_Fold(self.line, self.rank, self.world, text, combine).begin).wait()
-            return found if isinstance(found, bytes) else None
-        arrived = self._gathered(self.line, text)
-        return None if arrived is None else combine(arrived)
+        found = self.line.send(_Fold(self.line, self.rank, self.world, text, combine).begin).wait()
+        return found if isinstance(found, bytes) else None
 
     def collect(self, text: bytes) -> list[bytes] | None:
         """The texts of all ranks in rank order, on the first rank; None on the others."""
@@ -137,20 +132,6 @@ class Messenger(NamedTuple):
             texts[rank] = joined[at + 16 : at + 16 + nbytes]
             at += 16 + nbytes
         return [texts[rank] for rank in range(self.world)]
-
-    def _gathered(self, line: Line, text: bytes) -> list[bytes] | None:
-        """The texts of all ranks, on the first rank: for backends of tests, whose ranks do not send to one another."""
-        length = torch.tensor([len(text)], dtype=torch.int64, device=self.device)
-        line.all_reduce(length, dist.ReduceOp.MAX).wait()
-        longest = int(length)
-        padded = torch.zeros(longest + 8, dtype=torch.uint8, device=self.device)
-        padded[:8] = _tensor(len(text).to_bytes(8, "little"))
-        padded[8 : 8 + len(text)] = _tensor(text)
-        options = GatherOptions()
-        options.rootRank = 0
-        arrived = [torch.empty_like(padded) for _ in range(self.world)] if self.rank == 0 else []
-        line.send("gather", [arrived] if self.rank == 0 else [], [padded], options).wait()
-        return [_unpadded(one) for one in arrived] if self.rank == 0 else None
 
     def share(self, text: bytes | None, source: int = 0) -> bytes:
         """Broadcast the text of the rank at `source` of the group, the first one; the others pass None."""
@@ -175,11 +156,17 @@ class Messenger(NamedTuple):
         most: list[int] = found.tolist()
         return most
 
+    def is_same(self, said: str) -> bool:
+        """Whether `said` is the same on all ranks; 16 bytes."""
+        number = _number(said)
+        most, least = self.largest([number, -number])
+        return most == -least
+
 
 # How many ranks send to one, at most; and the bytes of a message's first part, which has its length.
 FAN_IN = 16
 _FRAME_NBYTES = 256
-_FOLD_TAG = 0x66736868
+_FOLD_TAG = 0x66736869
 
 
 @functools.cache
@@ -292,11 +279,6 @@ def _bytes(tensor: Tensor) -> bytes:
     return ctypes.string_at(here.data_ptr(), len(here)) if len(here) else b""
 
 
-def _unpadded(arrived: Tensor) -> bytes:
-    data = _bytes(arrived)
-    return data[8 : 8 + int.from_bytes(data[:8], "little")]
-
-
 # ---- agree -----------------------------------------------------------------------------------------------------------
 # Small messages over all axes of a mesh, by which ranks agree. Complete on return.
 
@@ -322,29 +304,33 @@ def together_over(meshes: Iterable[DeviceMesh], what: str) -> Iterator[None]:
 
 
 @contextmanager
-def _small(process_group: dist.ProcessGroup, device: torch.device, what: str) -> Iterator[Line]:
-    """The line for small messages of `device` between the ranks of `process_group`: over a data group, which raises if
-    a peer failed, where its backend has any. `what`: for errors. The first one is collective."""
-    found = data_group(process_group)
-    scope = scope_of(dist.get_process_group_ranks(process_group)) if found is None else found.scope
+def line_over(
+    scope: Scope | None, process_group: dist.ProcessGroup, device: torch.device, purpose: str, doing: str
+) -> Iterator[Line]:
+    """A line for messages of `device` between the ranks of `process_group`: over a data group, which raises if a rank
+    of `scope` failed, where its backend has any. `doing`: for errors. The first one is collective."""
     backend = backend_name(process_group, device)
     if scope is None or not can_cut(backend):
         yield Line(process_group)
         return
-    doing, scope.doing = scope.doing, scope.doing or what
-    try:
+    with scope.within(doing):
         if not any(isinstance(group, DataGroup) and group.purpose == "data" for group in scope.groups.values()):
             # No root has formed, so only this call can make the ranks meet after a failure.
             scope.resume()
-        purpose = "small" if found is None or found.device.type == device.type else f"small {device.type}"
         line = Line(process_group, open_data_group(scope, process_group, device, backend, purpose))
         try:
             yield line
         except BaseException as error:
-            scope.interrupted(error, what)
+            scope.interrupted(error, doing)
             raise
-    finally:
-        scope.doing = doing
+
+
+def _small(process_group: dist.ProcessGroup, device: torch.device, what: str) -> AbstractContextManager[Line]:
+    """The line for small messages between the ranks of `process_group`."""
+    found = data_group(process_group)
+    scope = scope_of(dist.get_process_group_ranks(process_group)) if found is None else found.scope
+    purpose = "small" if found is None or found.device.type == device.type else f"small {device.type}"
+    return line_over(scope, process_group, device, purpose, what if scope is None else scope.told or what)
 
 
 def all_reduce_over(
@@ -374,13 +360,6 @@ def largest_over(mesh: DeviceMesh, values: Tensor, what: str) -> Tensor:
     return _reduce_over(mesh, values, dist.ReduceOp.MAX, what)
 
 
-def agreed(value: int, mesh: DeviceMesh, what: str = _SUM) -> bool:
-    """Whether `value` (below 2**63) is the same on all ranks of `mesh`."""
-    # The minimum, and the negated maximum.
-    low, high = _reduce_over(mesh, torch.tensor([value, -value]), dist.ReduceOp.MIN, what).tolist()
-    return bool(low == -high)
-
-
 def _reduce_over(mesh: DeviceMesh, values: Tensor, op: dist.ReduceOp.RedOpType, what: str) -> Tensor:
     values = values.to(mesh.device_type)
     for axis in range(mesh.ndim):
@@ -398,8 +377,7 @@ def alike(scope: Scope, said: str) -> bool | None:
     groups = [group for group in scope.groups.values() if isinstance(group, DataGroup) and group.purpose == "check"]
     if not groups:
         return None
-    value = int.from_bytes(hashlib.blake2s(said.encode(), digest_size=8).digest(), "big") >> 2
-    extremes = torch.tensor([value, -value])
+    extremes = torch.tensor([_number(said), -_number(said)])
     options = with_op(AllreduceOptions(), dist.ReduceOp.MAX)
     # One axis after the other; data groups were opened in the order of the mesh's axes.
     for group in groups:
@@ -407,6 +385,11 @@ def alike(scope: Scope, said: str) -> bool | None:
         group.issue(backend_of(group.group, extremes.device).allreduce, [extremes], options).wait()
     most, least = extremes.tolist()
     return bool(most == -least)
+
+
+def _number(said: str) -> int:
+    """62 bits of `said`: an int64 of either sign."""
+    return int.from_bytes(hashlib.blake2s(said.encode(), digest_size=8).digest(), "big") >> 2
 
 
 def least_over(groups: Sequence[dist.ProcessGroup], value: Tensor) -> Tensor:

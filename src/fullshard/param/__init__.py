@@ -28,6 +28,7 @@ from .initial import digest as digest
 from .initial import full_digests as full_digests
 from .initial import note_initial as note_initial
 from .initial import note_loaded as note_loaded
+from .initial import numbers_of as numbers_of
 from .initial import written_before as written_before
 from .pending import PendingGrad as PendingGrad
 from .pending import SteppedGrad as SteppedGrad

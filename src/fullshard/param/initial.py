@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -136,18 +137,13 @@ def note_loaded(param: ShardedParam, value: Tensor) -> None:
 def are_written(params: Sequence[ShardedParam]) -> list[bool]:
     """Whether each shard was written, in any way, or replaced since. True for one without a noted value. Reads the
     others once, with one synchronisation per device."""
-    written, differs = [True] * len(params), [torch.empty(0)] * len(params)
-    by_device: dict[torch.device, list[int]] = {}
+    differs: list[Tensor | None] = [None] * len(params)
     for i, param in enumerate(params):
         noted = param.initial
         if noted is not None and noted.local() is param.local and noted.versions == _versions(param):
             # Writes through `.data` count nowhere.
             differs[i] = digest(param.local) != noted.shard
-            by_device.setdefault(differs[i].device, []).append(i)
-    for places in by_device.values():
-        for i, value in zip(places, torch.stack([differs[i] for i in places]).tolist(), strict=True):
-            written[i] = value
-    return written
+    return [value is not False for value in numbers_of(differs)]
 
 
 def written_before(params: Sequence[ShardedParam]) -> str:
@@ -165,13 +161,17 @@ def _versions(param: ShardedParam) -> tuple[int, int]:
 
 def full_digests(params: Sequence[ShardedParam]) -> list[int | None]:
     """The noted digests as numbers, None where there is none. One synchronisation per device."""
-    values: list[int | None] = [None] * len(params)
-    by_device: dict[torch.device, list[int]] = {}
-    for i, param in enumerate(params):
-        if param.initial is not None:
-            by_device.setdefault(param.initial.full.device, []).append(i)
-    for places in by_device.values():
-        stacked = torch.stack([initial.full for i in places if (initial := params[i].initial) is not None])
-        for i, value in zip(places, stacked.tolist(), strict=True):
+    return numbers_of([None if param.initial is None else param.initial.full for param in params])
+
+
+def numbers_of(tensors: Sequence[Tensor | None]) -> list[Any]:
+    """The value of each 0-dim tensor, None where there is none. One synchronisation per device."""
+    values: list[Any] = [None] * len(tensors)
+    by_device: dict[torch.device, list[tuple[int, Tensor]]] = {}
+    for i, tensor in enumerate(tensors):
+        if tensor is not None:
+            by_device.setdefault(tensor.device, []).append((i, tensor))
+    for found in by_device.values():
+        for (i, _), value in zip(found, torch.stack([tensor for _, tensor in found]).tolist(), strict=True):
             values[i] = value
     return values

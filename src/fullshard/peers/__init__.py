@@ -3,7 +3,7 @@
 `watch` (one per process: signs of life and waits), `scope` (the ranks of a mesh: questions, failures, meetings), `wait`
 (waiting, and the user's settings), `diagnosis` (why waits last, found by the rank that reads all records), `store`
 (records and mail in the store), `process` (the state of a process), `failures` (exceptions, faults, losses on a
-device), `ranks` (values by rank). All but `watch` do without torch.
+device; ranks as text). All but `watch` do without torch.
 """
 
 from .failures import LOST as LOST
@@ -11,9 +11,9 @@ from .failures import Fault as Fault
 from .failures import PeerFailed as PeerFailed
 from .failures import RanksDisagree as RanksDisagree
 from .failures import lost_in as lost_in
+from .failures import shown_ranks as shown_ranks
+from .failures import variants as variants
 from .process import node as node
-from .ranks import shown_ranks as shown_ranks
-from .ranks import variants as variants
 from .scope import Scope as Scope
 from .scope import ask as ask
 from .scope import had_losses as had_losses

@@ -23,9 +23,8 @@ from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from .failures import Fault
+from .failures import Fault, shown_ranks
 from .process import Host
-from .ranks import shown_ranks
 from .scope import Scope
 from .store import ranks_of
 from .wait import PATIENCE_SECONDS, AnyWatch, Wait, pace

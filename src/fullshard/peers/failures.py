@@ -1,4 +1,5 @@
-"""Describes what fails: the exceptions that all ranks raise, faults as ranks send them to each other, and losses.
+"""Describes what fails: the exceptions that all ranks raise, faults as ranks send them to each other, and losses; and
+values and ranks as texts show them.
 
     PeerFailed, RanksDisagree   the exceptions, both `RuntimeError`s
     Fault                       the failure of one rank, as a text in the store
@@ -11,10 +12,12 @@ No torch here.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
+
+_Value = TypeVar("_Value")
 
 # ---- errors ----------------------------------------------------------------------------------------------------------
 
@@ -189,3 +192,31 @@ def lost_in(state: str) -> int:
     """
     epoch = state.partition(LOST)[2]
     return int(epoch) if epoch else -1
+
+
+# ---- ranks in texts --------------------------------------------------------------------------------------------------
+
+
+def variants(by_rank: Mapping[int, _Value]) -> dict[_Value, list[int]]:
+    """The different values with their ranks: the most frequent first, ties by the lowest rank."""
+    found: dict[_Value, list[int]] = {}
+    for rank in sorted(by_rank):
+        found.setdefault(by_rank[rank], []).append(rank)
+    return dict(sorted(found.items(), key=lambda entry: (-len(entry[1]), entry[1])))
+
+
+def shown_ranks(ranks: Sequence[int]) -> str:
+    """Ranks as text.
+
+    >>> shown_ranks([3]), shown_ranks([0, 1]), shown_ranks([0, 1, 2, 3, 7])
+    ('rank 3', 'ranks 0 and 1', 'ranks 0 to 3 and 7')
+    """
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and runs[-1][-1] == rank - 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    parts = [f"{run[0]} to {run[-1]}" if len(run) > 2 else " and ".join(map(str, run)) for run in runs]
+    listed = parts[0] if len(parts) == 1 else ", ".join(parts[:-1]) + " and " + parts[-1]
+    return f"rank{'s' if len(ranks) > 1 else ''} {listed}"

@@ -36,8 +36,9 @@ from .failures import (
     RanksDisagree,
     lost_in,
     settled,
+    shown_ranks,
+    variants,
 )
-from .ranks import shown_ranks, variants
 from .store import ranks_of, runs
 from .wait import AnyWatch, Wait, wait_until
 
@@ -339,20 +340,12 @@ class Scope:
         failures = self.failures
         failures.must_meet = failures.has_raised = failures.is_torn = True
         if not self.causes():
-            doing, self.doing = self.doing, self.told or where
-            try:
+            with self.within(self.told or where):
                 self.publish("raised", f"{type(error).__name__}: {error}")
-            finally:
-                self.doing = doing
 
     def causes(self) -> list[Fault]:
         """The faults of other ranks in this epoch, in order."""
         return [fault for fault, _ in list(self.faults) if fault.epoch == self.epoch and self.is_of_others(fault)]
-
-    def known_faults(self) -> list[Fault]:
-        """The faults of this epoch, this rank's own last."""
-        faults = [self.failures.cause, *self.causes(), self.failures.own]
-        return [fault for fault in faults if fault is not None]
 
     def telling(self, fault: Fault) -> list[Fault]:
         """`fault`, preceded by the last known ones: telling overwrites messages of other ranks."""
@@ -431,13 +424,20 @@ class Scope:
     def together(self, what: str) -> Iterator[None]:
         """All ranks do `what` inside, outside of a step, by several messages. If one raises, all raise, and they meet
         before the next message."""
+        with self.within(what):
+            try:
+                self.resume()
+                yield
+            except BaseException as error:
+                self.interrupted(error, what)
+                raise
+
+    @contextmanager
+    def within(self, what: str) -> Iterator[None]:
+        """This rank does `what` inside, for error texts."""
         doing, self.doing = self.doing, what
         try:
-            self.resume()
             yield
-        except BaseException as error:
-            self.interrupted(error, what)
-            raise
         finally:
             self.doing = doing
 
@@ -525,7 +525,8 @@ class Losses:
 
     def _lose(self, epoch: int, ranks: tuple[int, ...], text: str) -> None:
         if self.current is None or self.current.epoch < epoch:
-            why = next((fault.message for fault in self._scope.known_faults()), "")
+            known = (self._scope.failures.cause, *self._scope.causes(), self._scope.failures.own)
+            why = next((fault.message for fault in known if fault is not None), "")
             self.current = Loss(epoch, ranks, f"{text} when {why}" if why else text)
             self.learned_at = time.monotonic()
             key = id(self._scope)
