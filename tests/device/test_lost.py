@@ -277,7 +277,7 @@ REDUCTIONS = ("all-to-all", "reduce-scatter", "all-reduce")
 
 def _cut(model: Any, rank: int) -> None:
     """What the watch does when a peer is gone."""
-    from fullshard.engine.root import module_units
+    from fullshard.engine.unit import module_units
     from fullshard.peers import Fault
 
     (scope,) = module_units(model)[0].root.companion.scopes  # type: ignore[union-attr]

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
 
 from fullshard import Parallelism, prepare_fully_shard
-from fullshard.engine.root import module_units
+from fullshard.engine.unit import module_units
 from fullshard.migrate import ConfigError
 from fullshard.migrate.axes import Axes
 from fullshard.migrate.pipeline import split_model

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed import multi_threaded_pg as threaded
 
 from fullshard import Parallelism, Program, prepare_fully_shard
-from fullshard.engine.root import module_units
+from fullshard.engine.unit import module_units
 from fullshard.extras.experts import Experts
 from fullshard.migrate.declared import noted_by
 from fullshard.plan import Plan, Strategy, find_hardware

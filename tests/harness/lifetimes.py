@@ -274,7 +274,7 @@ def cuts(rank: int) -> str:
 
 
 def _cut_while_held(model: Any, optimizer: torch.optim.Optimizer, rank: int) -> None:
-    from fullshard.engine.root import module_units
+    from fullshard.engine.unit import module_units
 
     (scope,) = module_units(model)[0].root.companion.scopes  # type: ignore[union-attr]
     before = _values(model)
@@ -354,7 +354,7 @@ def breaks(rank: int, late: bool) -> str:
 
 
 def _data_groups(model: Any) -> list[DataGroup]:
-    from fullshard.engine.root import module_units
+    from fullshard.engine.unit import module_units
 
     (scope,) = module_units(model)[0].root.companion.scopes  # type: ignore[union-attr]
     return [g for g in scope.groups.all() if isinstance(g, DataGroup) and g.on_streams and g.is_connected]

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from fullshard import CPUOffloadPolicy, fully_shard, materialize
 from fullshard.agree.equal_rows import warn_of_equal_rows
-from fullshard.engine.root import module_units
+from fullshard.engine.unit import module_units
 from tests.harness import models
 from tests.harness.fake import fake_world
 from tests.harness.threads import WORLD, run_ranks

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import fullshard
 from fullshard import fully_shard
-from fullshard.engine.mixed_operations import note_mixed, note_uncaught
+from fullshard.engine.foreign import note_mixed, note_uncaught
 from tests.harness import tolerance
 from tests.harness.models import seeded
 from tests.harness.threads import run_ranks
@@ -186,7 +186,7 @@ def test_an_exception_that_nobody_catches(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(
         sys, "excepthook", lambda kind, error, trace: seen.append(list(getattr(error, "__notes__", ())))
     )
-    monkeypatch.setattr("fullshard.engine.mixed_operations._installed", False)
+    monkeypatch.setattr("fullshard.engine.foreign._installed", False)
     found: list[BaseException] = []
 
     def run(rank: int) -> None:
@@ -207,7 +207,7 @@ def test_an_exception_that_nobody_catches(monkeypatch: pytest.MonkeyPatch) -> No
         raise ValueError
 
     note_uncaught()
-    monkeypatch.setattr("fullshard.engine.mixed_operations.note_mixed", broken)
+    monkeypatch.setattr("fullshard.engine.foreign.note_mixed", broken)
     sys.excepthook(type(found[0]), found[0], None)
     assert len(seen) == 3
 

@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import fullshard
-from fullshard.engine.root import module_units
+from fullshard.engine.unit import module_units
 from fullshard.param import ShardedParam
 from tests.harness.behaviours import behaviour
 from tests.harness.errors import RanksFailed

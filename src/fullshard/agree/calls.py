@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from .._torch import gradient_versions, versions_of_gradient
-from ..engine.foreign_steps import ON_OWNERS
+from ..engine.foreign import ON_OWNERS
 from ..engine.names import parameter_names
 from ..engine.optimizer_steps import optimizer_steps, tell_each_step
 from ..engine.unit import AnyRoot, Unit

@@ -23,8 +23,9 @@ from torch.utils.hooks import RemovableHandle
 
 from .._torch import local_of, version_of
 from .._torch.modules import outside_graphs
-from ..engine.mixed_operations import note_mixed
-from ..engine.root import Root, formed, module_units
+from ..engine.foreign import note_mixed
+from ..engine.root import Root, formed
+from ..engine.unit import module_units
 from ..peers import PeerFailed, Scope
 from ..policy.arguments import expect, expect_flag
 from .ledger import program_of

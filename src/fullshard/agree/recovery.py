@@ -32,8 +32,7 @@ from ..comm import ExpertLine, alike
 from ..engine.names import clean_name, first_few
 from ..engine.optimizer_steps import asks_on_devices, optimizer_steps
 from ..engine.padding_rows import note_row_loaded
-from ..engine.root import module_units
-from ..engine.unit import Unit, unit_of
+from ..engine.unit import Unit, module_units, unit_of
 from ..param import Owner
 from ..peers import LOST, PeerFailed, RanksDisagree, Scope, had_losses, lost_in, scope_of, shown_ranks
 from ..policy.arguments import expect_tensors, expect_text

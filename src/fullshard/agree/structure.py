@@ -37,7 +37,7 @@ from ..param import (
     written_before,
 )
 from ..peers import RanksDisagree, Scope, ask, scope_of, shown_ranks
-from ..policy.casting import shown_cast_inputs
+from ..policy.policies import shown_cast_inputs
 from ..schedule import UnitRecord
 from .differences import differences, exchanged, refuse_differences
 from .equal_rows import warn_of_equal_rows
@@ -71,8 +71,8 @@ def ranks_of(mesh: DeviceMesh) -> tuple[int, ...]:
 _ranks: Any = WeakIdKeyDictionary()
 
 
-def meshes_of(units: Iterable[Unit], *, least: int = 2) -> dict[tuple[int, ...], DeviceMesh]:
-    """The meshes with at least `least` ranks that hold parameters of `units`, by their ranks.
+def meshes_of(units: Iterable[Unit]) -> dict[tuple[int, ...], DeviceMesh]:
+    """The meshes of several ranks that hold parameters of `units`, by their ranks.
 
     The order is the same on all ranks, or comparisons would deadlock. Small meshes come first: ranks that disagree
     there may be awaited on a larger mesh.
@@ -82,7 +82,7 @@ def meshes_of(units: Iterable[Unit], *, least: int = 2) -> dict[tuple[int, ...],
         for group in unit.groups:
             found.setdefault(ranks_of(group.placing.mesh), group.placing.mesh)
     ordered = sorted(found, key=lambda ranks: (len(ranks), ranks))
-    return {ranks: found[ranks] for ranks in ordered if len(ranks) >= least}
+    return {ranks: found[ranks] for ranks in ordered if len(ranks) > 1}
 
 
 def mesh_of(unit: Unit) -> DeviceMesh | None:

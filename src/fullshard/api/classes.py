@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor
 
 from .._torch import MIXED, TorchFSDPModule, current_backward
 from ..engine import unit_of
-from ..engine.mixed_operations import note_shards_read
+from ..engine.foreign import note_shards_read
 from ..policy.arguments import expect_module
 from ..schedule import Full
 from .module import FSDPModule

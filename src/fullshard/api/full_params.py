@@ -19,7 +19,7 @@ from ..comm import settle_uploads
 from ..engine import Unit, unit_of
 from ..engine.full_params import NoSteps, Opening, OpenUnit, opened_of, refuse_in_step
 from ..engine.hooks import hooks_of
-from ..engine.root import module_units
+from ..engine.unit import module_units
 from ..policy.arguments import expect_flag, expect_module
 
 

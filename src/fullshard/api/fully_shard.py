@@ -20,8 +20,8 @@ from ..agree.calls import own_parameters
 from ..agree.structure import ignored_names
 from ..comm import attend, block_of, mesh_links
 from ..engine import Part, Unit, unit_of
+from ..engine.foreign import note_uncaught
 from ..engine.hooks import UnitHooks, hooks_of
-from ..engine.mixed_operations import note_uncaught
 from ..engine.state_dict import hook_state_dict, note_replaced
 from ..param import FullMesh, Placing, managed_modules, managed_parameters, move_unsharded
 from ..peers import watch

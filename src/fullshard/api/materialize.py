@@ -21,7 +21,6 @@ from ..agree.structure import ranks_of
 from ..comm import broadcast_over, largest_over, sum_over, together_over
 from ..engine import Unit, unit_of
 from ..engine.names import clean_name
-from ..engine.root import module_units
 from ..engine.state_dict import noting_emptied
 from ..engine.uninitialized import (
     Conversion,
@@ -34,6 +33,7 @@ from ..engine.uninitialized import (
     shown,
     takes_no_argument,
 )
+from ..engine.unit import module_units
 from ..param import ParamGroup, ShardedParam, can_digest, fingerprints, local_data, note_loaded, poison
 from ..peers import scope_of
 from ..policy.arguments import expect, expect_callable, expect_flag, expect_module, expect_whole

@@ -14,11 +14,11 @@ from .._torch import TorchFSDPModule, TorchUnshardHandle, mark_managed, publish_
 from ..engine import Unit, unit_of
 from ..engine.full_params import refuse_opened
 from ..engine.hooks import hooks_of
-from ..engine.root import early_root_of, formed, module_units
+from ..engine.root import early_root_of, formed
 from ..engine.stages import note_stage
 from ..engine.state_dict import noting_emptied, standing_parameter
 from ..engine.uninitialized import Conversion, note_uninitialized
-from ..engine.unit import HOOKED_FORWARDS, Shared
+from ..engine.unit import HOOKED_FORWARDS, Shared, module_units
 from ..param import ShardedParam, Slot
 from ..policy.arguments import expect_flag
 from . import finalization, settings, validate

@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 
 from .._torch import dtensor_like, local_of, spec_of
 from .._torch.modules import outside_graphs, remains_a_method
-from ..engine.foreign_steps import ON_OWNERS, ON_SHARDS
+from ..engine.foreign import ON_OWNERS, ON_SHARDS
 from ..param import PendingGrad, SteppedGrad
 from ..policy.arguments import expect_flag
 

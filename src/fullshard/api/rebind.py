@@ -16,8 +16,8 @@ from torch.optim import Optimizer
 from .._torch import dtensor_like, local_of
 from ..engine import Unit
 from ..engine.names import dotted_name, first_few, parameter_names
-from ..engine.root import module_units
 from ..engine.state_dict import replaced_place, standing_parameter
+from ..engine.unit import module_units
 from ..param import ShardedParam
 from ..policy.arguments import expect_module
 

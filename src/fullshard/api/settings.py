@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from ..comm import GroupMemory, ShardGroup
 from ..engine import Unit, unit_of
 from ..engine.names import clean_name
-from ..engine.root import formed, module_units
+from ..engine.root import formed
+from ..engine.unit import module_units
 from ..layout import Candidate, choose_resident
 from ..policy import CustomComm
 from ..policy.arguments import expect_callable, expect_flag, expect_number, expect_text

@@ -17,8 +17,7 @@ from ..param import ShardedParam, full_of, local_part
 from ..schedule import Phase
 from .asleep import refuse_asleep
 from .optimizer_steps import note_lent, refuses_steps
-from .root import module_units
-from .unit import Unit
+from .unit import Unit, module_units
 
 # ---- full params -----------------------------------------------------------------------------------------------------
 # Units opened by `full_params`: their modules hold plain full parameters, outside of any step.

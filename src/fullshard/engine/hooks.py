@@ -27,15 +27,15 @@ from torch.utils.hooks import RemovableHandle
 from .._torch import current_backward, saved_tensor_hooks_allowed
 from .._torch.modules import call, outside_graphs, runs_last
 from ..param import ShardedParam
-from ..policy.casting import chosen
+from ..policy.policies import chosen
 from ..schedule import Use
 from .arguments import Arguments, cast_outputs, tensors_requiring_grad
+from .foreign import note_shards_read
 from .full_params import opened_of
 from .gradients import UnitGradients
-from .mixed_operations import note_shards_read
-from .root import Root, formed, module_units, root_of
+from .root import Root, formed, root_of
 from .seal import State
-from .unit import Unit
+from .unit import Unit, module_units
 
 # ---- hooks -----------------------------------------------------------------------------------------------------------
 

@@ -27,13 +27,13 @@ from .._torch import (
 from ..comm import Nodes, settle_uploads, uploading
 from ..param import ShardedParam
 from ..policy import Controls, Options
-from ..policy.casting import check_known_names
+from ..policy.policies import check_known_names
 from ..schedule import Command, Event, Full, RunRecord, UnitRecord, Use, rules
 from ..schedule.optional import is_second
 from .backward import NOT_RUNNING, RunningBackward, SavedTensorHooks
 from .executor import Executor
 from .finalization import lost_gradients, note_under_way, refuse_below, refuse_unfinished
-from .mixed_operations import note_mixed
+from .foreign import note_mixed
 from .names import clean_name, parameter_names
 from .optimizer_steps import expect_backward, follow_steps, note_backward
 from .optional_units import arrange, note_stale, refuse_out_of_place, refuse_recomputed_early
@@ -593,8 +593,3 @@ def refuse_off_host(unit: Unit) -> None:
             f"{', '.join(f'{name} on {device}' for name, device in elsewhere.items())}; load a CPU state dict, or call "
             f"module.to_empty(device='cpu') and initialise"
         )
-
-
-def module_units(module: nn.Module) -> list[Unit]:
-    """The units of `module` and its submodules, each once."""
-    return list(dict.fromkeys(unit for child in module.modules() if (unit := unit_of(child)) is not None))

@@ -186,6 +186,11 @@ def unit_of(module: nn.Module) -> Unit | None:
     return cast("Unit | None", module.__dict__.get(_ATTRIBUTE))
 
 
+def module_units(module: nn.Module) -> list[Unit]:
+    """The units of `module` and its submodules, each once."""
+    return list(dict.fromkeys(unit for child in module.modules() if (unit := unit_of(child)) is not None))
+
+
 class Part(NamedTuple):
     """Parameters of a unit that share a mesh. They form one param group per dtype."""
 

@@ -22,7 +22,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from .._torch import local_of, settled
 from ..comm import joining_groups, least_over, told_by_one
 from ..engine.names import clean_name
-from ..engine.root import module_units
+from ..engine.unit import module_units
 from ..param import NormMesh, PendingGrad
 from ..policy.arguments import expect, expect_group, expect_tensors
 

@@ -25,8 +25,7 @@ from .._torch import local_of
 from ..comm import joining_groups, least_over, sum_over, told_by_one
 from ..engine import Root, root_of
 from ..engine.names import parameter_names
-from ..engine.root import module_units
-from ..engine.unit import Unit
+from ..engine.unit import Unit, module_units
 from ..param import ExtensionGroup, ParamGroup, ShardedParam
 from ..policy.arguments import expect_module, expect_whole
 from ..rounding import sums

@@ -20,7 +20,8 @@ from ..agree.joined import all_ranks_of
 from ..agree.recovery import peers_below
 from ..comm import largest_over, sum_over
 from ..engine import Unit, root_of, unit_of
-from ..engine.root import formed, module_units
+from ..engine.root import formed
+from ..engine.unit import module_units
 from ..observe import report
 from ..observe.report import human
 from ..param import KeptGradients, KeptTensor

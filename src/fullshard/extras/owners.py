@@ -17,7 +17,7 @@ from ..agree.ledger import program_of
 from ..api import PeerFailed, RanksDisagree, step_on_shards
 from ..api.optimizer import ELEMENTWISE, expect_own_step, step_parts, with_step
 from ..comm import OwnerLine, owner_ranks
-from ..engine.foreign_steps import ON_OWNERS, ON_SHARDS
+from ..engine.foreign import ON_OWNERS, ON_SHARDS
 from ..engine.names import clean_name, first_few
 from ..layout import Box, FleetPlan, Matrix, OwnersPlan, local_box, newton_schulz_flops
 from ..param import Owner, place_of

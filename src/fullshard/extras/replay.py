@@ -26,9 +26,9 @@ from torch.optim import Optimizer
 from .._torch import local_of
 from ..comm import least_over, told_by_one
 from ..engine.names import clean_name, parameter_names
-from ..engine.root import Root, formed, module_units
+from ..engine.root import Root, formed
 from ..engine.seal import sum_of_bits
-from ..engine.unit import Unit
+from ..engine.unit import Unit, module_units
 from ..param import ExtensionGroup, PendingGrad, ShardedParam
 from ..policy.arguments import expect_callable, expect_each, expect_group, expect_module, expect_optimizers
 from ..schedule import Command

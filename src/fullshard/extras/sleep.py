@@ -21,10 +21,9 @@ from .._torch import (
 )
 from ..comm import ShardGroup, all_reduce_over, settle_uploads
 from ..engine.asleep import AsleepTensor, AsleepUnit, HeldOptimizers, asleep_in_place
-from ..engine.foreign_steps import ON_SHARDS
+from ..engine.foreign import ON_SHARDS
 from ..engine.names import clean_name, first_few
-from ..engine.root import module_units
-from ..engine.unit import Unit
+from ..engine.unit import Unit, module_units
 from ..param import PendingGrad, digest, local_data
 from ..peers import RanksDisagree, Scope, ask, scope_of, shown_ranks
 from ..policy.arguments import expect, expect_callable, expect_flag, expect_module, expect_optimizers

@@ -9,8 +9,7 @@ from torch.optim import Optimizer
 
 from ..api.optimizer import AROUND, step_on_shards, step_parts
 from ..engine.optimizer_steps import asked_on_devices
-from ..engine.root import module_units
-from ..engine.unit import Unit
+from ..engine.unit import Unit, module_units
 from ..param import ShardedParam, SteppedGrad
 from ..policy.arguments import expect_module
 

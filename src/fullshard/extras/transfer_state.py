@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
 
 from .._torch import dtensor_like, settled
-from ..engine.foreign_steps import ON_OWNERS
+from ..engine.foreign import ON_OWNERS
 from ..engine.names import clean_name
 from ..layout import Held, Link, Names, Parts, Portion, rename, whole
 from ..param import dtype_named, local_data

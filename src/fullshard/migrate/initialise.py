@@ -14,8 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from ..api import materialize, sync_module_states
 from ..checkpoint.formats import load_pretrained
 from ..comm import sum_over
-from ..engine.root import module_units
 from ..engine.uninitialized import find_uninitialized, shown
+from ..engine.unit import module_units
 from ..param import local_data
 from .config import InitialisationKeys
 from .tree import Tree

@@ -19,14 +19,14 @@ from torch.distributed.tensor.parallel import loss_parallel
 from ..api import fully_shard, rebind_optimizer
 from ..api.validate import resolve_mesh
 from ..engine.names import clean_name
-from ..engine.root import module_units
+from ..engine.unit import module_units
 from ..extras import MicroBatches
 from ..extras.pipeline import LossFn, Pipeline, whole_loss
 from ..keys import ConfigError
 from ..policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from ..policy.arguments import expect, expect_callable, expect_flag, expect_module, expect_optimizers
-from ..policy.casting import Chosen as CastFn
-from ..policy.casting import check_cast_inputs, check_known_names
+from ..policy.policies import Chosen as CastFn
+from ..policy.policies import check_cast_inputs, check_known_names
 from .activations import checkpoint_by_config
 from .axes import Axes
 from .compilation import compile_block, is_block, refuse_faults

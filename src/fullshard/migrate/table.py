@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..engine.names import clean_name
-from ..engine.root import module_units
+from ..engine.unit import module_units
 from ..observe import report
 from ..observe.report import human
 from .tree import Tree, class_of

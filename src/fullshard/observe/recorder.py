@@ -32,7 +32,7 @@ from torch.optim import Optimizer
 from .._torch import local_of
 from .._version import __version__
 from ..engine import Root, Unit, root_of
-from ..engine.root import module_units
+from ..engine.unit import module_units
 from ..peers import mode
 from ..policy.arguments import expect_module, expect_whole
 from ..see import record

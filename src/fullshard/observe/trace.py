@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from torch import nn
 
 from ..engine import Root, root_of
-from ..engine.root import module_units
+from ..engine.unit import module_units
 from ..policy.arguments import expect_module
 from ..schedule import Command, Event
 

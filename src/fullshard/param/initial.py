@@ -103,17 +103,12 @@ def _weights(device: torch.device) -> Tensor:
 
 @functools.cache
 def _numbers() -> Tensor:
-    # The finaliser of MurmurHash3 on 1, 2, 3, ...; the mask makes Python's shifts those of unsigned numbers.
-    mask = (1 << 64) - 1
-    values = []
-    for i in range(1, _ROW + 1):
-        x = (i * 0x9E37_79B9_7F4A_7C15) & mask
-        x = ((x ^ (x >> 33)) * 0xFF51_AFD7_ED55_8CCD) & mask
-        x = ((x ^ (x >> 33)) * 0xC4CE_B9FE_1A85_EC53) & mask
-        x = (x ^ (x >> 33)) | 1
-        values.append(x - (1 << 64) if x >> 63 else x)
+    # The finaliser of MurmurHash3 on 1, 2, 3, ...; products wrap, and the mask makes shifts those of unsigned numbers.
     with torch.inference_mode(False):
-        return torch.tensor(values, dtype=torch.int64)
+        x, mask = torch.arange(1, _ROW + 1, device="cpu") * (0x9E37_79B9_7F4A_7C15 - (1 << 64)), (1 << 31) - 1
+        for factor in (0xFF51_AFD7_ED55_8CCD, 0xC4CE_B9FE_1A85_EC53):
+            x = (x ^ (x >> 33 & mask)) * (factor - (1 << 64))
+        return (x ^ (x >> 33 & mask)) | 1
 
 
 # ---- initial ---------------------------------------------------------------------------------------------------------
