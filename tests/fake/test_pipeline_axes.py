@@ -161,21 +161,27 @@ class Scaled(nn.Module):
         return x * self.scale
 
 
-def tied_linear() -> nn.Module:
-    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    model[1].weight = model[0].weight
+def tied_linear(count: int = 3) -> nn.Module:
+    """The third layer has the weight of the first one."""
+    model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(count)))
+    model[2].weight = model[0].weight
     return model
 
 
 @pytest.mark.parametrize(
     ("make", "degree", "keys", "said"),
     [
-        (partial(llama, tied=True), 2, {}, "an output layer of its own, found the embedding .*tie_embeddings = false"),
         (
-            tied_linear,
+            partial(llama, tied=True, layers=4),
             2,
-            {},
-            "found 0.weight .stage 0. and 1.weight .stage 1. to be .*pipeline_parallel_degree = 1",
+            {"pipeline_parallel_schedule": "ZBVZeroBubble"},
+            "found embedding.weight in the stages 0 and 3 on one rank, .*nearest valid: .1F1B., or untie",
+        ),
+        (
+            partial(tied_linear, 4),
+            2,
+            {"pipeline_parallel_schedule": "LoopedBFS"},
+            "ZBV|found 0.weight = 2.weight in the stages 0 and 2 on one rank",
         ),
         (Scaled, 2, {}, "expected each parameter of Scaled in a module of a stage, found scale in none"),
         (partial(llama, layers=3), 4, {}, "a layer for each of the 4 stages, found 3 .*pipeline_parallel_degree = 3"),
@@ -204,6 +210,16 @@ def test_models_that_cannot_be_split(make: Any, degree: int, keys: dict[str, Any
             {"wrap": {"by": "plan", "plan": ["model"]}},
             "wrap: expected modules .* found model, .* around model.embed_tokens to model.norm",
         ),
+        (
+            partial(hugging_face, "Llama", tie_word_embeddings=True),
+            {"wrap": {"ties": "one_unit"}},
+            "wrap: expected the parameter model.embed_tokens.weight = lm_head.weight in the stages 0 and 1 in the unit",
+        ),
+        (
+            partial(hugging_face, "Mixtral", num_local_experts=2, num_experts_per_tok=1, output_router_logits=True),
+            {},
+            "output_router_logits = True of MixtralForCausalLM: expected no balance loss of its own in a pipeline",
+        ),
     ],
 )
 def test_settings_that_a_pipeline_does_not_have(make: Any, config: dict[str, Any], said: str) -> None:
@@ -214,7 +230,10 @@ def test_settings_that_a_pipeline_does_not_have(make: Any, config: dict[str, Any
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        (["model.tie_embeddings=true"], "model.tie_embeddings = true: a pipeline has .* nearest valid: false"),
+        (
+            ["model.tie_embeddings=true", "parallelism.pipeline_parallel_schedule=ZBVZeroBubble"],
+            "model.tie_embeddings = true: the first process of ZBVZeroBubble has .* nearest valid: false",
+        ),
         (["training.micro_batch=auto"], 'training.micro_batch = "auto": is not there for a pipeline; nearest valid: 4'),
         (["training.accumulate=reduce"], "training.accumulate"),
         (["training.replay_every=2"], "training.replay_every"),

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fullshard
-from fullshard import prepare_fully_shard
+from fullshard import balance_loss, prepare_fully_shard
 from tests.harness import tolerance
 from tests.harness.axes import MAX_NORM, STEPS, VOCABULARY, Norm, assert_norms
 from tests.harness.models import Trained, adamw, assert_same_training, collect
@@ -33,9 +33,10 @@ def loss_fn(output: Any, target: Tensor) -> Tensor:
 
 
 def plainly(
-    make: Callable[[], nn.Module], shares: int, steps: Sequence[int] = range(STEPS)
+    make: Callable[[], nn.Module], shares: int, steps: Sequence[int] = range(STEPS), micro: int = 1
 ) -> tuple[Trained, list[Norm], list[list[float]]]:
-    """Training in one process; what it left, the norms, and the losses of each step by share."""
+    """Training in one process; what it left, the norms, and the losses of each step by share. Each share is in `micro`
+    parts, of which balance losses are not that of the whole."""
     model = make()
     optimizer = adamw(p for p in model.parameters() if p.requires_grad)
     norms: list[Norm] = []
@@ -43,11 +44,12 @@ def plainly(
     for step in steps:
         losses.append([])
         for share in range(shares):
-            x, y = batch(step, share)
-            out: Any = model(x)
-            loss = loss_fn(getattr(out, "logits", out), y)
-            losses[-1].append(float(loss.detach()))
-            (loss / shares).backward()
+            losses[-1].append(0.0)
+            for x, y in zip(*(whole.chunk(micro) for whole in batch(step, share)), strict=True):
+                out: Any = model(x)
+                loss = loss_fn(getattr(out, "logits", out), y) + balance_loss(model)
+                losses[-1][-1] += float(loss.detach()) / micro
+                (loss / shares / micro).backward()
         norm = float(nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM))
         optimizer.step()
         optimizer.zero_grad()
@@ -86,11 +88,12 @@ def check(
     plan: dict[str, Any],
     config: Any = None,
     steps: Sequence[int] = range(STEPS),
+    micro: int = 1,
 ) -> list[str]:
     """Parameters, optimizer state, norms and losses of all ranks are those of one process; every parameter is on some
     stage. Returns what rank 0 printed."""
     axes = fullshard.Parallelism(**plan).on(world)
-    expected, norms, losses = plainly(make, axes.shares, steps)
+    expected, norms, losses = plainly(make, axes.shares, steps, micro)
     ranks = pool(world).run(planned, make, plan, config, steps, timeout=TIMEOUT)
     seen: set[str] = set()
     for trained, found, found_losses, share, _ in ranks:

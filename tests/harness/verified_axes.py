@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from fullshard import Parallelism
+from fullshard import Parallelism, balance_loss
 from fullshard.migrate.declared import parallelize_by
 from fullshard.program import Program
 from tests.harness.axes import batch as tokens
@@ -219,3 +219,34 @@ def another_loss_fn() -> Program:
 
 def one_tensor() -> Program:
     return replace(declared(), loss_fn=cross_entropy)
+
+
+def tied() -> Program:
+    """The embedding is the head too."""
+    return replace(staged(), model=lambda: llama(layers=4, tied=True))
+
+
+def tied_modules() -> Program:
+    """Two modules share the weight."""
+
+    def build() -> nn.Module:
+        model = llama(layers=4)
+        model.output.weight = model.embedding.weight  # type: ignore[union-attr]
+        return model
+
+    return replace(staged(), model=build)
+
+
+def balanced() -> Program:
+    """Experts with a balance loss in each layer."""
+
+    def build() -> nn.Module:
+        model = llama(layers=4, experts=4, experts_per_token=2)
+        for layer in model.layers:
+            layer.ffn.balance = 0.1  # type: ignore[union-attr]
+        return model
+
+    def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return cross_entropy(model(batch[0]), batch[1]) + balance_loss(model)
+
+    return replace(staged(), model=build, loss=loss)

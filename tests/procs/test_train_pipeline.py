@@ -21,6 +21,10 @@ from tests.procs.test_train_resume import FACTS
 from tests.procs.test_train_world import TINY, Run, figures, run_on, trained, trainer_of
 
 UNTIED = ("model.tie_embeddings=false", "model.layers=4")
+TIED = ("model.tie_embeddings=true",)
+EXPERTS = ("model.experts=4", "model.experts_per_token=2", "model.balance_loss=0.1", "training.micro_batch=1")
+CP = "sharding.parallelism.context_parallel_degree=2"
+EP = "sharding.parallelism.expert_parallel_degree=2"
 PP = "sharding.parallelism.pipeline_parallel_degree=2"
 LOOPS = "sharding.parallelism.pipeline_parallel_schedule=Interleaved1F1B"
 BUBBLE = "sharding.parallelism.pipeline_parallel_schedule=InterleavedZeroBubble"
@@ -30,16 +34,24 @@ BUBBLE = "sharding.parallelism.pipeline_parallel_schedule=InterleavedZeroBubble"
 @pytest.mark.parametrize(
     ("world", "overrides"),
     [
-        (2, (PP,)),
+        pytest.param(2, (PP,), marks=pytest.mark.slow),
         pytest.param(4, (PP, "sharding.activation_checkpointing.at=units"), marks=pytest.mark.slow),
         pytest.param(4, (PP, LOOPS, "training.micro_batch=1"), marks=pytest.mark.slow),
         pytest.param(4, (PP, BUBBLE, "sharding.precision.reduce=float64"), marks=pytest.mark.slow),
         pytest.param(4, (PP, "sharding.data_parallel_replicate_degree=2"), marks=pytest.mark.slow),
+        (2, (PP, *TIED)),
+        pytest.param(2, (PP, LOOPS, *TIED, "training.micro_batch=1"), marks=pytest.mark.slow),
+        pytest.param(4, (PP, CP), marks=pytest.mark.slow),
+        pytest.param(8, (PP, CP, *TIED), marks=pytest.mark.slow),
+        pytest.param(2, (PP, *EXPERTS), marks=pytest.mark.slow),
+        pytest.param(4, (PP, *EXPERTS, EP), marks=pytest.mark.slow),
+        pytest.param(4, (PP, LOOPS, *EXPERTS, *TIED, EP, "training.micro_batch=1"), marks=pytest.mark.slow),
     ],
 )
 def test_two_steps_of_a_pipeline(world: int, overrides: tuple[str, ...]) -> None:
-    """Losses, validations and norms, on every process."""
-    steps = ("training.steps=2", "metrics.eval_every=2", *UNTIED)
+    """Losses, validations and norms, on every process; beside cut sequences, a tied embedding, and experts."""
+    model = [each for each in overrides if each.startswith(("model.", "training."))]
+    steps = ("training.steps=2", "metrics.eval_every=2", *UNTIED, *model)
     expected = run_on(1, *steps)
     config = load_config(None, (*TINY, *steps, *overrides))
     config.check_world(world)
@@ -71,10 +83,11 @@ def saved(rank: int, configs: list[Any], folder: str) -> list[Trained]:
     return found
 
 
-def test_another_split_continues(tmp_path: Path) -> None:
+@pytest.mark.parametrize("tie", [(), pytest.param(TIED, marks=pytest.mark.slow)], ids=["untied", "tied"])
+def test_another_split_continues(tie: tuple[str, ...], tmp_path: Path) -> None:
     """Two stages, none, and two in a loop on each process: bitwise as they were saved."""
     overrides: list[tuple[str, ...]] = [(PP,), (), (PP, LOOPS)]
-    configs = [load_config(None, (*TINY, *UNTIED, *more)) for more in overrides]
+    configs = [load_config(None, (*TINY, *UNTIED, *tie, *more)) for more in overrides]
     ranks = pool(2).run(saved, configs, str(tmp_path), timeout=240)
     for number in range(1, len(configs)):
         before: dict[str, torch.Tensor] = {}

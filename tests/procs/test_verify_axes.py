@@ -6,12 +6,14 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 
 from fullshard.cli import main
 from fullshard.cli.verify import _declared
 from fullshard.program import ProgramError
+from fullshard.verify.merged import Entry, shared_in
 from fullshard.verify.run import verify
-from fullshard.verify.setting import EXERCISES
+from fullshard.verify.setting import EXERCISES, Setting
 from fullshard.verify.strategy import parse_strategy
 from tests.harness.errors import RanksFailed
 from tests.harness.seeded_faults import SeededFault
@@ -143,6 +145,8 @@ slow = partial(pytest.param, marks=pytest.mark.slow)
         slow("zero3+offload+micro=2+pp=2+1F1B", 4),
         slow("zero3+micro=2+tp=2+sp+pp=2+1F1B", 4),
         slow("zero3+micro=2+tp=2+sp+lp+pp=2+1F1B", 8),
+        slow("zero3+micro=2+cp=2+pp=2+1F1B", 4),
+        slow("zero3+recompute+micro=2+tp=2+cp=2+sp+pp=2+1F1B", 8),
     ],
 )
 def test_a_pipeline_is_equal_to_one_process(strategy: str, world: int, tmp_path: Path) -> None:
@@ -175,9 +179,89 @@ def test_a_planted_fault_of_a_pipeline_is_found(
 
 
 @pytest.mark.hang_after(300)
+@pytest.mark.parametrize(
+    ("program", "strategy", "world"),
+    [
+        slow("tied", "zero3+micro=2+pp=2+1F1B", 2),
+        slow("tied", "zero3+micro=2+cp=2+pp=2+1F1B", 4),
+        slow("tied_modules", "zero2+micro=4+pp=2+Interleaved1F1B", 2),
+        slow("tied_modules", "zero3+hsdp=2+bf16+micro=2+pp=2+1F1B", 4),
+        slow("balanced", "zero3+micro=2+ep=2+pp=2+1F1B", 4),
+        slow("balanced", "zero2+micro=4+ep=2+pp=2+ZBVZeroBubble", 4),
+    ],
+)
+def test_what_stages_share_is_equal_to_one_process(program: str, strategy: str, world: int, tmp_path: Path) -> None:
+    """A tied parameter on both stages, and balance losses of all."""
+    setting = record(tmp_path, strategy, world, entry=ENTRY + program, exercises=("clipping",))
+    result = compare(tmp_path, setting)
+    assert result.verdict == "equal" and result.compared > 100, result.difference
+
+
+def test_copies_in_other_stages_are_to_be_the_same_bits() -> None:
+    """Of the first ranks of two stages the second has another value."""
+    setting = Setting("", "fullshard", parse_strategy("zero2+pp=2"), 4, 1, "cpu")
+    one, other = torch.ones(2), torch.tensor([1.0, 2.0])
+    records = [[Entry("backward", "w", value)] for value in (one, other, other, one)]
+    (found,) = shared_in(records, setting)
+    assert found[0][:2] == ("backward", "w") and found[0][2] is other and found[1] == 2
+    assert [*shared_in([[*records[0]]] * 4, setting)] == []
+
+
+SUMMED = "migrate.stage_ties:SharedParameters.summed"
+
+
+@pytest.mark.hang_after(300)
+@pytest.mark.parametrize(
+    ("program", "fault", "phase", "name"),
+    [
+        # Each stage trains on its own part of the gradient.
+        (
+            "tied",
+            SeededFault(SUMMED, "for part in parts[1:]:", "for part in ():"),
+            "backward",
+            "embedding.weight",
+        ),
+        # The last stage has another sum than the first one.
+        slow(
+            "tied_modules",
+            SeededFault(SUMMED, "total = parts[0]", "total = parts[0] * (1 + 2**-20 * tie.stages.index(_))"),
+            "backward",
+            "embedding.weight",
+        ),
+        # The norm has the square of a shared gradient twice.
+        slow(
+            "tied",
+            SeededFault("api.clip:clip_grad_norm_", "if not is_copy(p)])", "])"),
+            "clipping",
+            "norm",
+        ),
+        # Balance losses of the first stage do not reach its gradients; the step's loss lacks them.
+        slow(
+            "balanced",
+            SeededFault("extras.experts:_Joined.backward", "ctx.scale", "0.0"),
+            "backward",
+            "layers.3.ffn.router.weight",
+        ),
+        slow(
+            "balanced",
+            SeededFault("extras.pipeline:Pipeline._shared", "total += balance / number", "pass"),
+            "forward",
+            "loss of the step",
+        ),
+    ],
+)
+def test_a_planted_fault_of_what_stages_share_is_found(
+    program: str, fault: SeededFault, phase: str, name: str, tmp_path: Path
+) -> None:
+    setting = record(tmp_path, "zero2+pp=2", 2, fault, entry=ENTRY + program, steps=1, exercises=("clipping",))
+    found = compare(tmp_path, setting).difference
+    assert found is not None and (found.phase, found.name) == (phase, name), found
+
+
+@pytest.mark.hang_after(300)
 def test_a_wrong_loss_of_the_step_is_found(tmp_path: Path) -> None:
     """Each micro-batch has the right one; what all ranks get of them is their sum."""
-    fault = SeededFault("extras.pipeline:Pipeline._shared", "whole.mean() if self.mean", "whole.sum() if self.mean")
+    fault = SeededFault("extras.pipeline:Pipeline._shared", ".float().sum()", ".float().sum() * number")
     found = compare(tmp_path, record(tmp_path, "zero2+pp=2", 2, fault, entry=ENTRY + "staged", steps=1)).difference
     assert found is not None and (found.phase, found.name, found.rank) == ("forward", "loss of the step", 0), found
 
@@ -203,7 +287,6 @@ def test_words() -> None:
 @pytest.mark.parametrize(
     ("strategy", "said"),
     [
-        ("zero2+pp=2+micro=3+1F1B+cp=2", "expected pp without cp and ep"),
         ("zero3+pp=2+ZBVZeroBubble", "expected zero2, because ZBVZeroBubble needs full weights"),
         ("zero2+pp=4+micro=2", "needs at least as many as there are stages, 4; nearest: micro=4"),
         ("zero2+pp=2+GPipe+stages=2", "GPipe has 1 on each rank"),

@@ -371,7 +371,11 @@ def test_torchtitan_s_section_declares_the_axes(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "world", "said"),
     [
-        (["pipeline_parallel_degree=2"], 4, "model.tie_embeddings = true: a pipeline has the embedding"),
+        (
+            ["pipeline_parallel_degree=2", "pipeline_parallel_schedule=DualPipeV"],
+            4,
+            "model.tie_embeddings = true: the first process of DualPipeV has the first and the last stage",
+        ),
         (["context_parallel_degree=3"], 4, "are 3 of 4 ranks; nearest legal plan: data_parallel_shard_degree = "),
         (
             ["context_parallel_degree=4", "context_parallel_variant=ulysses", "tensor_parallel_degree=2"],

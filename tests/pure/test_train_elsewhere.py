@@ -70,7 +70,6 @@ ROWS: dict[str, tuple[dict[str, Any], list[str], dict[str, Any]]] = {
         [EXACT] * 3,
         {
             "sharding.parallelism.pipeline_parallel_degree": 2,
-            "model.tie_embeddings": False,
             "sharding.parallelism.pipeline_parallel_schedule": "Interleaved1F1B",
             "training.micro_batch": 2,
         },
@@ -87,7 +86,6 @@ ROWS: dict[str, tuple[dict[str, Any], list[str], dict[str, Any]]] = {
         [EXACT, LOSSY, EXACT, LOSSY],
         {
             "sharding.parallelism.pipeline_parallel_degree": 2,
-            "model.tie_embeddings": False,
             "sharding.parallelism.pipeline_parallel_stages_per_rank": 1,
         },
     ),

@@ -388,11 +388,10 @@ def test_numbers_of_a_layer_that_are_refused(options: dict[str, Any], said: str)
         (of_experts, {"expert_parallel_degree": 3}, "must divide the 4 ranks of dp_shard, cp and tp; nearest legal"),
         (llama, EP, "expected experts in Llama, found none; nearest valid: expert_parallel_degree = 1"),
         (of_experts, {**EP, "expert_tensor_parallel_degree": 3}, "expected 1, or the tensor_parallel_degree of 1"),
-        (partial(moe.tiny, balance=0.1), {**EP, "pipeline_parallel_degree": 2}, "no balance loss of layers.0.moe, bec"),
         (of_experts, {**EP, "styles": {"layers.*.attention": "expert"}}, "expected a module with the weights of all"),
         (of_experts, {**TP, "styles": {"layers.*.ffn.experts": "expert"}}, "has no effect with expert_parallel_degree"),
     ],
-    ids=["experts", "ranks", "none", "etp", "balance", "style", "no degree"],
+    ids=["experts", "ranks", "none", "etp", "style", "no degree"],
 )
 @pytest.mark.threads_only(reason="errors before anything is sent")
 def test_what_is_not_legal_changes_nothing(make: Make, plan: Any, said: str) -> None:

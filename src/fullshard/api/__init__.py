@@ -1,5 +1,6 @@
 """The public API: a thin layer, and the only one that validates the caller's arguments."""
 
+from ..engine.stages import is_copy as is_copy
 from ..peers import PeerFailed as PeerFailed
 from ..peers import RanksDisagree as RanksDisagree
 from .classes import original_class as original_class

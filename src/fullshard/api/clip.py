@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Placement
 from .._torch import cut_dim, local_of
 from ..agree.calls import note_clip, note_unscale
 from ..comm import all_reduce_over
-from ..engine.stages import Stages
+from ..engine.stages import Stages, is_copy
 from ..engine.state_dict import refuse_replaced
 from ..param import NormMesh, PendingGrad
 from ..policy.arguments import expect_each, expect_flag, expect_number, expect_tensors
@@ -46,8 +46,8 @@ def clip_grad_norm_(
     norm_type: any p >= 1, or inf. foreach: as in torch; False scales one tensor at a time.
     groups: further process groups, or meshes with all their axes, whose ranks have other parameters of the same model:
         the axis of a pipeline. Their ranks all call, also those without gradients. None: those of the stages that
-        `parameters` are of, if torch's pipeline schedules trained them; (): none. A copy of a tied weight in each of
-        two stages counts twice.
+        `parameters` are of, if torch's pipeline schedules trained them; (): none. A weight that stages of
+        `prepare_fully_shard` share counts once; a copy in each of two stages of your own counts twice.
     Returns a plain 0-dim float32 tensor on the gradients' device, equal on every rank.
     Raises `RuntimeError` on every rank when the norm is not finite and `error_if_nonfinite` is set, and when a
     gradient was accumulated but not reduced. Warns if `groups` is None, and the norm lacks stages of a pipeline.
@@ -65,9 +65,11 @@ def clip_grad_norm_(
     if not items and not further:
         return torch.tensor(0.0)
     norm_type = float(norm_type)
-    plain, by_groups = _split(items)
+    plain, by_groups = _split([p for p in items if not is_copy(p)])
     parts = [t for by_copies in by_groups.values() for tensors in by_copies.values() for t in tensors]
-    device = (plain or parts)[0].device if items else device
+    of_copies = [p.grad for p in items if p.grad is not None and is_copy(p)]
+    copies = [local_of(gradient) if isinstance(gradient, DTensor) else gradient.detach() for gradient in of_copies]
+    device = (plain or parts or copies)[0].device if items else device
     # The norm of norms, as in torch: first the gradients that this rank holds whole, then the sharded ones.
     norms = [_norm(plain, norm_type, device)] if plain else []
     maximum = math.isinf(norm_type)
@@ -96,7 +98,7 @@ def clip_grad_norm_(
             f"clipped; look for the first parameter with a NaN or inf, or pass error_if_nonfinite=False to scale anyway"
         )
     scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-    locals_ = plain + parts
+    locals_ = plain + parts + copies
     if not locals_:
         return norm
     if foreach is False:

@@ -31,6 +31,7 @@ from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
 from .._torch import cut_dim, loads_as_torch, local_of, settled
+from ..api import is_copy
 from ..layout import itemsize, known_dtypes
 from ..policy.arguments import expect_dict, expect_keys, expect_module, expect_optimizers, expect_state
 from .algorithms import other_algorithm, other_state
@@ -42,10 +43,8 @@ from .rules import Rule, rule_of
 
 # Name parts that wrappers insert: torch.compile, activation checkpointing, FSDP1.
 _WRAPPERS = re.compile(r"(?:(?<=\.)|^)(?:_checkpoint_wrapped_module|_orig_mod|_fsdp_wrapped_module)\.")
-# Below this size, memory comes from the usual allocator.
-_OWN_MAP_NBYTES = 4 << 20
-# A multiple of every itemsize, and of a cache line.
-_ALIGNMENT = 64
+# Below this size, memory comes from the usual allocator. The alignment is a multiple of every itemsize.
+_OWN_MAP_NBYTES, _ALIGNMENT = 4 << 20, 64
 
 _REMEDY = (
     "set_state_dict takes allow_missing=[...] (parameters that were frozen when it was saved begin with fresh state) "
@@ -66,16 +65,16 @@ def get_state_dict(model: nn.Module, optimizers: Optimizers = ()) -> tuple[dict[
     expect_module("model", model)
     optimizers = all_of(optimizers)
     names = parameter_names(model, optimizers)
-    state: dict[str, dict[str, Any]] = {}
-    groups: list[dict[str, Any]] = []
+    state, groups = dict[str, dict[str, Any]](), list[dict[str, Any]]()
     for optimizer in optimizers:
-        taken = optimizer.state_dict()
-        numbered = names_in_order(optimizer, names)
+        taken, numbered = optimizer.state_dict(), names_in_order(optimizer, names)
+        # A stage before names them, so that each is in one group.
+        copies = {number for number, parameter in enumerate(_owned(optimizer)) if is_copy(parameter)}
         for number, entries in taken["state"].items():
             if entries:  # else another rank has it whole (step_on_owners)
                 state[numbered[number]] = dict(entries)
         for group in taken["param_groups"]:
-            groups.append({**group, "params": [numbered[number] for number in group["params"]]})
+            groups.append({**group, "params": [numbered[n] for n in group["params"] if n not in copies]})
     like: dict[str, Tensor] = {names[p]: p for optimizer in optimizers for p in _owned(optimizer)}
     named = {_name_in(model, name): value for name, value in model.state_dict().items()}
     inner = model.module if isinstance(model, DistributedDataParallel) else model
@@ -222,7 +221,7 @@ def _optimizer_loads(
         groups = []
         for index, group in enumerate(optimizer.param_groups):
             own = [names[parameter] for parameter in group["params"]]
-            lacking = [name for name in own if name not in group_of]
+            lacking = [names[p] for p in group["params"] if names[p] not in group_of and not is_copy(p)]
             problems += [
                 f"missing: {name}, in no stored group of parameters"
                 for name in lacking

@@ -45,6 +45,7 @@ from .messages import alike as alike
 from .messages import all_reduce_over as all_reduce_over
 from .messages import alone as alone
 from .messages import broadcast_over as broadcast_over
+from .messages import exchanged_over as exchanged_over
 from .messages import joining_groups as joining_groups
 from .messages import largest_over as largest_over
 from .messages import least_over as least_over

@@ -283,6 +283,7 @@ def _bytes(tensor: Tensor) -> bytes:
 # Small messages over all axes of a mesh, by which ranks agree. Complete on return.
 
 _TEXT_NBYTES = 1000
+_HOST = torch.device("cpu")
 # The default description of a wait.
 _SUM = "a sum between steps"
 
@@ -347,6 +348,26 @@ def all_reduce_over(
         line.all_reduce(moved, op).wait()
     if elsewhere is not None:
         tensor.copy_(moved)
+
+
+def exchanged_over(
+    tensor: Tensor | None, process_group: dist.ProcessGroup, ranks: Sequence[int], what: str
+) -> list[Tensor]:
+    """`tensor` of each of `ranks` of the group, in their order, on each of them; on others, which pass None, nothing.
+    One message to each of them; complete on return. Collective over the group."""
+    here = _HOST if tensor is None else tensor.device
+    device = torch.device(message_device(str(dist.get_backend_config(process_group)), here) or here)
+    flat = None if tensor is None else tensor.detach().to(device).contiguous().view(-1)
+    world = process_group.size()
+    sizes = [0 if flat is None or rank not in ranks else flat.numel() for rank in range(world)]
+    pieces = torch.empty(0, device=device) if flat is None else torch.cat([flat] * len(ranks))
+    out = torch.empty_like(pieces)
+    with _small(process_group, pieces.device, what) as line:
+        line.exchange(out, pieces, sizes, sizes).wait()
+    if flat is None or tensor is None:
+        return []
+    found = dict(zip(sorted(ranks), out.split(flat.numel()) if flat.numel() else [out] * len(ranks), strict=True))
+    return [found[rank].view(tensor.shape).to(tensor.device) for rank in ranks]
 
 
 def sum_over(mesh: DeviceMesh, counts: Tensor, what: str = _SUM) -> Tensor:

@@ -1,4 +1,4 @@
-"""Notes which sharded models are stages of a pipeline, and the ranks that have the other stages.
+"""Notes which sharded models are stages of a pipeline, the ranks that have the other stages, and what several have.
 
 A schedule says so by what it calls: a stage holds back the reductions of its module and asks for them once
 (torch/distributed/pipelining/stage.py). The stage is the caller, and it has the group of its axis.
@@ -53,3 +53,23 @@ class Stages:
             if module not in own and axis in self.axes:
                 if any(parameter.grad is not None for parameter in module.parameters()):
                     self.lacking.append(module)
+
+
+class _StageCopy:
+    """The mark of a copy. A saved or copied parameter does not carry it along."""
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        return type(None), ()
+
+
+_COPY = "_fullshard_stage_copy"
+
+
+def note_copy(parameter: Tensor) -> None:
+    """`parameter` is one of a stage before, which counts it in norms."""
+    setattr(parameter, _COPY, _StageCopy())
+
+
+def is_copy(parameter: Tensor) -> bool:
+    """Whether a stage before has the same parameter, with the same gradient."""
+    return isinstance(parameter.__dict__.get(_COPY), _StageCopy)

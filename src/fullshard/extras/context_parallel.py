@@ -167,6 +167,16 @@ class ContextParallel:
         """The number by which the length of a sequence divides."""
         return self._split.chunks
 
+    @property
+    def length(self) -> int:
+        """The tokens of the sequences of the last batch, with padding."""
+        return self._batch.padded
+
+    @property
+    def has_documents(self) -> bool:
+        """Whether sequences of the last batch are packed, or masked."""
+        return self._batch.documents is not None
+
     def expect_split(self) -> None:
         """Raise `RuntimeError` where a model gets what `split` did not return, whose attention would be wrong."""
         if self.degree > 1 and (self._entered is None or not self._batch.padded):

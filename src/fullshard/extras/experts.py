@@ -327,5 +327,44 @@ def balance_loss(model: nn.Module) -> Tensor | float:
     return total
 
 
+class StageBalance:
+    """The balance losses of a stage of a pipeline, whose forward is not followed by a loss: their gradients begin where
+    that of its output arrives. `scale`: the factor of these gradients; `values`: of each forward since it was cleared,
+    0-dim, without the factor."""
+
+    def __init__(self, stage: nn.Module, *, is_last: bool) -> None:
+        self._layers, self._is_last = tuple(_layers(stage)), is_last
+        self.scale, self.values = 1.0, list[Tensor]()
+
+    def join(self, output: Tensor) -> Tensor:
+        """`output`, with the losses of the forward that gave it."""
+        total: Tensor | None = None
+        for layer in self._layers:
+            if layer.last_balance is not None:
+                total = layer.last_balance if total is None else total + layer.last_balance
+                layer.last_balance = None
+        if total is None or not torch.is_grad_enabled():
+            return output
+        self.values.append(total.detach())
+        joined = _apply(_Joined, output, total, self.scale)
+        # torch detaches in place what a stage sends, which a view cannot be.
+        return joined if self._is_last else joined.clone()
+
+
+class _Joined(torch.autograd.Function):
+    """An output, whose gradient brings one of a loss along."""
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, loss: Tensor, scale: float) -> Tensor:
+        ctx.scale, ctx.like = scale, (loss.dtype, loss.device)
+        return output.view_as(output)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        dtype, device = ctx.like
+        return grad, torch.full((), ctx.scale, dtype=dtype, device=device), None
+
+
 def _layers(model: nn.Module) -> Iterable[MixtureOfExperts]:
     return (module for module in model.modules() if isinstance(module, MixtureOfExperts))

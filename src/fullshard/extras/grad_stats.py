@@ -20,6 +20,7 @@ from ..api.clip import further_axes, summed_over
 from ..comm import all_reduce_over
 from ..engine import unit_of
 from ..engine.names import clean_name
+from ..engine.stages import is_copy
 from ..param import NormMesh, PendingGrad
 from ..policy.arguments import expect_module
 from .check_gradients import named_gradients, values_here
@@ -91,7 +92,8 @@ def grad_stats(model: nn.Module, *, groups: Sequence[dist.ProcessGroup | DeviceM
         if not sum_.ranks:
             without.append(name)
             continue
-        found.append(sum_)
+        if not is_copy(parameter):  # a stage before counts it
+            found.append(sum_)
         parameters[name] = sum_.figures()
         by_unit.setdefault(units.get(id(parameter), "in no unit"), []).append(sum_)
     whole = _added(found)

@@ -12,7 +12,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -25,16 +25,33 @@ from ..api import FSDPModule
 from ..comm import all_reduce_over
 from ..comm.connections import cut_host, is_of_connections
 from ..peers import PeerFailed, RanksDisagree
+from .experts import StageBalance
 
 LossFn = Callable[[Any, Tensor], Tensor]
 # Called with what this rank was given, what it means to do with it, and what is wrong with it ("": nothing). Raises on
 # all ranks if they differ.
 Compare = Callable[[Sequence[Tensor], str, str], None]
+# Called with the arguments, the target and the number of micro-batches; returns what this rank has of them.
+Parts = Callable[[tuple[Any, ...], dict[str, Any], Tensor, int], tuple[tuple[Any, ...], dict[str, Any], Tensor]]
 
 # How long a rank whose connections were closed looks for the reason, and how often.
 _REASON_SECONDS, _LOOK_SECONDS = 5.0, 0.05
+# The key of the schedule of the caller's own code.
+_OWN_CODE = ("own code",)
 # Schedules that are kept, each with the buffers of its micro-batches.
 _KEPT = 4
+
+
+class Beside(NamedTuple):
+    """The rest of a step. context: of forwards, losses and backwards. parts: cuts a batch, after ranks compared it, for
+    those that share its sequences. sums: surrounds a step, and adds gradients of parameters that stages share.
+    balances: the losses of the experts of each stage. alone: what a schedule by itself lacks, "" if it is all."""
+
+    context: Callable[[], AbstractContextManager[Any]] = nullcontext
+    parts: Parts | None = None
+    sums: Callable[[], AbstractContextManager[None]] = nullcontext
+    balances: Sequence[StageBalance] = ()
+    alone: str = ""
 
 
 class Pipeline:
@@ -43,6 +60,7 @@ class Pipeline:
     stages: the modules, by the number of their stage. count: the stages of all ranks. group: the ranks of the pipeline.
     number: of micro-batches in a step; 0 for as many as there are of `size` samples. mean: whether `loss_fn` takes the
     mean over a micro-batch, so that gradients and loss are those of the mean over the batch; else they are sums.
+    beside: what the steps do beside the schedule.
     """
 
     # Says to people what each stage has.
@@ -62,7 +80,7 @@ class Pipeline:
         mean: bool = True,
         compare: Compare | None = None,
         numbers: Callable[[int], Sequence[int]] | None = None,
-        context: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        beside: Beside | None = None,
     ) -> None:
         self.stages, self.count = dict(stages), count
         self.group, self.device = group, device
@@ -72,7 +90,7 @@ class Pipeline:
         self.schedule_class: Any = get_schedule_class(schedule)
         self.number, self.size = number, size
         self.loss_fn, self.mean = loss_fn, mean
-        self._compare, self._numbers, self._context = compare, numbers, context
+        self._compare, self._numbers, self._beside = compare, numbers, beside or Beside()
         self._made: OrderedDict[tuple[Any, ...], Any] = OrderedDict()
         self._steps = 0
         # Why it cannot be used any more.
@@ -98,11 +116,17 @@ class Pipeline:
                 "pipeline_parallel_num_microbatches: expected it for a schedule of your own code, found the size "
                 "of micro-batches alone; give their number, or call prepared.step"
             )
-        return self._schedule(("own code",), self.number, train=True)
+        if self._beside.alone:
+            raise ValueError(
+                f"expected prepared.step for a pipeline with {self._beside.alone}, found a schedule of your own code, "
+                f"which would train something else; call prepared.step"
+            )
+        return self._schedule(_OWN_CODE, self.number, train=True)
 
     def step(self, *args: Any, target: Tensor, **kwargs: Any) -> Tensor:
         """Forward and backward of this rank's share of a batch, in micro-batches; returns the loss, (), float32, the
-        same on all ranks of the pipeline. Gradients are on the parameters afterwards, reduced once.
+        same on all ranks of the pipeline, with the balance losses of `MixtureOfExperts` of all stages. Gradients are on
+        the parameters afterwards, reduced once.
 
         args, kwargs: of the model, tensors with the samples in dim 0, and plain values. All ranks of a pipeline give
         the same. Positional ones go to the first stage, the others to each. target: (samples, ...).
@@ -136,23 +160,28 @@ class Pipeline:
                 self._compare(tensors, f"prepared.{what} in {number} micro-batches of {shapes}", problem)
             elif problem:
                 raise ValueError(problem)
+            if self._beside.parts is not None:
+                args, kwargs, target = self._beside.parts(args, kwargs, target, number)
         except Exception as error:
             # All ranks of this pipeline raise; those of the others wait for the parameters of this one.
             self._tell(error, what)
             raise
         self._steps += 1
         losses: list[Tensor] = []
+        for balance in self._beside.balances:
+            balance.scale = 1.0 / number
+            balance.values.clear()
         try:
             schedule = self._schedule((what, number, *shapes), number, train=train)
             given: dict[str, Any] = {"target": target, "losses": losses} if self.is_last else {}
             run = schedule.step if train else schedule.eval
             # torch 2.10 refuses strides other than those of a contiguous tensor.
             args = tuple(value.contiguous() if isinstance(value, Tensor) else value for value in args)
-            with self._context():
+            with self._beside.sums() if train else nullcontext(), self._beside.context():
                 run(*(args if self.is_first else ()), **given, **kwargs, return_outputs=False)
             if not train:
                 self._free()
-            return self._shared(losses)
+            return self._shared(losses, number)
         except BaseException as error:
             self._failed(error, what)
 
@@ -179,12 +208,21 @@ class Pipeline:
             f"expected a batch that is {asked}, as the schedule takes them, found {samples} samples; nearest: {near}",
         )
 
-    def _shared(self, losses: Sequence[Tensor]) -> Tensor:
-        """The loss of the last stage on all ranks."""
+    def balances(self, number: int) -> list[Tensor]:
+        """The balance losses of this rank's stages in the last step of `number` micro-batches, of each micro-batch."""
+        # The first step of a schedule computes one micro-batch before, for the shapes.
+        found = [balance.values[-number:] for balance in self._beside.balances if balance.values]
+        return [torch.stack(parts).sum() for parts in zip(*found, strict=True)]
+
+    def _shared(self, losses: Sequence[Tensor], number: int) -> Tensor:
+        """The loss on all ranks: that of the last stage, and the balance losses of all."""
         total = torch.zeros((), dtype=torch.float32, device=self.device)
         if self.is_last:
-            whole = torch.stack([whole_loss(loss) for loss in losses]).float()
-            total += whole.mean() if self.mean else whole.sum()
+            # Of means each is divided by their number.
+            total += torch.stack([whole_loss(loss) for loss in losses]).float().sum()
+        if self.mean:
+            for balance in self.balances(number):
+                total += balance / number
         all_reduce_over(total, self.group, dist.ReduceOp.SUM, "the loss of a pipeline")
         return total
 
@@ -210,7 +248,11 @@ class Pipeline:
         ]
         single = issubclass(self.schedule_class, PipelineScheduleSingle)
         kind: Any = ScheduleGPipe if single and not train else self.schedule_class
-        made: Any = kind(stages[0] if single else stages, number, loss_fn=self._loss, scale_grads=self.mean)
+        # torch's own way divides gradients after they were reduced, and with them those of an earlier step.
+        own, parts = key == _OWN_CODE, number if self.mean else 1
+        loss: Any = self._loss if own or parts == 1 else lambda *given, **more: self._loss(*given, **more) / parts
+        scales = own and self.mean
+        made: Any = kind(stages[0] if single else stages, number, loss_fn=loss, scale_grads=scales)
         if not train and not single:
             order = made.pipeline_order_with_comms
             for actions in order.values():

@@ -92,16 +92,14 @@ def broken_rules(model: nn.Module, plan: Parallelism, world: int, *, sequence: i
 
 
 def _broken_by_stages(tree: Tree, plan: Parallelism, world: int) -> Iterator[str]:
-    """The rule that a pipeline breaks: a model that is no chain of as many parts, ties across them, another axis."""
+    """The rule that a pipeline breaks: a model that is no chain of as many parts, or ties across them."""
     if plan.pipeline_parallel_degree == 1:
         return
     # torch's pipelines are imported where there are any.
-    from .pipeline import refuse_beside_stages, split_model
+    from .pipeline import split_model
 
-    axes = plan.on(world)
     try:
-        refuse_beside_stages(axes)
-        split_model(tree, plan, axes, 0)
+        split_model(tree, plan, plan.on(world), 0)
     except ConfigError as error:
         yield str(error)
 

@@ -21,7 +21,7 @@ from torch.distributed.tensor.placement_types import Placement
 from ..comm import ExpertLine
 from ..engine.names import clean_name
 from ..engine.unit import Unit, unit_of
-from ..extras.experts import Experts, FusedExperts, MixtureOfExperts
+from ..extras.experts import Experts, FusedExperts
 from ..keys import ConfigError
 from ..policy import MixedPrecisionPolicy
 from .axes import Axes
@@ -52,14 +52,6 @@ def find_experts(tree: Tree, plan: Parallelism) -> tuple[str, ...]:
     that are none.
 
     Under tensor parallelism `Experts` are always among them, if over one rank: they work on parts of the tokens."""
-    if plan.pipeline_parallel_degree > 1:
-        for module, name in tree.names.items():
-            if isinstance(module, MixtureOfExperts) and module.balance:
-                raise ConfigError(
-                    f"parallelism.pipeline_parallel_degree = {plan.pipeline_parallel_degree}: expected no balance loss "
-                    f"of {name}, because the last stage alone has a loss, found a factor of {module.balance:g}; set "
-                    f"balance = 0; nearest valid: 1"
-                )
     styles, _ = expanded(dict(plan.styles), [name for name in tree.names.values() if name])
     asked = [name for name, style in styles.items() if style.kind == "expert"]
     if plan.expert_parallel_degree == 1:

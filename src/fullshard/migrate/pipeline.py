@@ -7,9 +7,10 @@ The modules are a chain, in the order of the forward: those of `module_fqns_per_
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +19,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..comm import sum_over
+from ..extras.experts import MixtureOfExperts, StageBalance
+from ..extras.pipeline import Beside, Parts
 from ..extras.pipeline import LossFn as LossFn
 from ..extras.pipeline import Pipeline as Pipeline
 from ..keys import ConfigError
@@ -29,6 +32,7 @@ from .parallelism import Parallelism
 from .pipeline_stages import Boundary, leave_out
 from .relations import Relations
 from .schedules import Cost, Schedule, balanced, find_schedule, stages_of, stages_per_rank
+from .stage_ties import SharedParameters, StageTie
 from .tree import Tree, class_of, names_above, nearest
 from .wrapping import ROOT, UnitPlan
 
@@ -43,6 +47,9 @@ class Split:
     parts: tuple[tuple[str, ...], ...]
     own: tuple[int, ...]
     costs: tuple[Cost, ...]
+    ties: tuple[StageTie, ...] = ()
+    # Whether some stage has experts with a balance loss.
+    is_balanced: bool = False
 
     @property
     def chain(self) -> tuple[str, ...]:
@@ -69,7 +76,7 @@ class Split:
 
 def split_model(tree: Tree, plan: Parallelism, axes: Axes, place: int) -> Split:
     """The split of a model for the rank at `place` of the pipeline. Raises `ConfigError` for a model that cannot be
-    divided so: parameters outside of the chain, tied parameters of two stages, fewer layers than stages."""
+    divided so: parameters outside of the chain, fewer layers than stages, stages on one rank that share a parameter."""
     schedule = find_schedule(plan.pipeline_parallel_schedule)
     each = stages_per_rank(schedule, plan.pipeline_parallel_stages_per_rank)
     stages = each * axes.pp
@@ -79,14 +86,15 @@ def split_model(tree: Tree, plan: Parallelism, axes: Axes, place: int) -> Split:
         parts = _balanced(tree, chain_of(tree), stages, axes.pp)
     chain = [name for part in parts for name in part]
     _check_cover(tree, chain)
+    reads = _read_elsewhere(tree)
     split = Split(
         schedule,
         parts,
         stages_of(place, axes.pp, each, schedule),
-        tuple(_sum(cost_of(tree.modules[name]) for name in part) for part in parts),
+        tuple(_sum(_cost(tree, name, reads) for name in part) for part in parts),
     )
-    _check_ties(tree, split)
-    return split
+    balanced_by_loss = any(isinstance(module, MixtureOfExperts) and module.balance for module in tree.names)
+    return replace(split, ties=tuple(_ties(tree, split, axes, each, reads)), is_balanced=balanced_by_loss)
 
 
 def chain_of(tree: Tree) -> list[str]:
@@ -112,6 +120,12 @@ def cost_of(module: nn.Module) -> Cost:
     sizes = {id(p): p.numel() for p in module.parameters()}
     tables = {id(below.weight) for below in module.modules() if isinstance(below, nn.Embedding)}
     return Cost(sum(size for key, size in sizes.items() if key not in tables), sum(sizes.values()))
+
+
+def _cost(tree: Tree, name: str, reads: Mapping[str, Sequence[str]]) -> Cost:
+    own = cost_of(tree.modules[name])
+    more = sum(tree.model.get_parameter(each).numel() for each in reads.get(name, ()))
+    return Cost(own.work + more, own.size + more)
 
 
 def _sum(costs: Iterable[Cost]) -> Cost:
@@ -160,7 +174,8 @@ def _balanced(tree: Tree, chain: Sequence[str], stages: int, degree: int) -> tup
             f"parallelism.pipeline_parallel_degree = {degree}: expected a layer for each of the {stages} stages, found "
             f"{len(blocks)} layers in {class_of(tree.model)}; nearest valid: {nearest_degree}"
         )
-    begins = balanced([cost_of(tree.modules[name]) for name in chain], stages)
+    reads = _read_elsewhere(tree)
+    begins = balanced([_cost(tree, name, reads) for name in chain], stages)
     return tuple(tuple(chain[a:b]) for a, b in zip(begins, [*begins[1:], len(chain)], strict=True))
 
 
@@ -181,14 +196,45 @@ def _check_cover(tree: Tree, chain: Sequence[str]) -> None:
                 )
 
 
-def _check_ties(tree: Tree, split: Split) -> None:
+def _read_elsewhere(tree: Tree) -> dict[str, list[str]]:
+    """The parameters that a module reads of others, by its name, as the model says (`pipeline_reads`)."""
+    own = getattr(tree.model, "pipeline_reads", None)
+    return dict(own()) if callable(own) else {}
+
+
+def _ties(tree: Tree, split: Split, axes: Axes, each: int, reads: Mapping[str, Sequence[str]]) -> Iterator[StageTie]:
+    """The parameters that several stages need. Raises `ConfigError` where two of these are on one rank."""
+    on = {n: rank for rank in range(axes.pp) for n in stages_of(rank, axes.pp, each, split.schedule)}
     for places in tree.slots().values():
-        found = {split.stage_of(module): f"{module}.{attribute}" for module, attribute in places}
-        if len(found) > 1:
-            names = " and ".join(f"{name} (stage {number})" for number, name in sorted(found.items()))
+        names = [f"{module}.{attribute}" if module else attribute for module, attribute in places]
+        users = [module for module, _ in places]
+        users += [reader for reader, read in reads.items() if not {*names}.isdisjoint(read)]
+        stages = sorted({number for user in users if (number := split.stage_of(user)) is not None})
+        if len(stages) < 2:
+            continue
+        source = split.stage_of(places[-1][0])
+        assert source is not None
+        tie = StageTie(tuple(places), tuple(stages), tuple(on[number] for number in stages), source)
+        if len({*tie.ranks}) < len(stages):
             raise ConfigError(
-                f"parallelism.pipeline_parallel_degree: expected tied parameters in one stage, found {names} to be one "
-                f"parameter; untie them (tie_word_embeddings = false), or nearest valid: pipeline_parallel_degree = 1"
+                f"parallelism.pipeline_parallel_schedule = {split.schedule.name}: expected stages that share a "
+                f"parameter on different ranks, found {tie} on one rank, which would shard it twice; nearest valid: "
+                f'"1F1B", or untie them (tie_word_embeddings = false)'
+            )
+        yield tie
+
+
+def refuse_tied_units(split: Split, names: Iterable[str], what: str) -> None:
+    """Raise `ConfigError` for a unit of `names`, which are `what`, with one of several names of a parameter that stages
+    share."""
+    names = [name for name in names if name]
+    for tie in split.ties:
+        found = [name for name in names for module, _ in tie.places if name in names_above(module)]
+        if len(tie.places) > 1 and found:
+            raise ConfigError(
+                f"{what}: expected the parameter {tie} in the unit of the whole model, because each of them has all "
+                f"its names, found the unit {found[0]} with one of them; leave that out, or nearest valid: wrap.ties = "
+                f'"lowest_common"'
             )
 
 
@@ -202,15 +248,6 @@ def check_units(split: Split, names: Iterable[str], what: str) -> None:
             )
 
 
-def refuse_beside_stages(axes: Axes) -> None:
-    """Raise `ConfigError` for an axis that a pipeline cannot have beside it."""
-    if axes.cp > 1:
-        raise ConfigError(
-            f"parallelism.context_parallel_degree = {axes.cp}: stages of a pipeline compute whole sequences; nearest "
-            f"valid: 1"
-        )
-
-
 def pipeline_of(
     tree: Tree, config: ShardingConfig, axes: Axes, whole: DeviceMesh, plans: Iterable[UnitPlan]
 ) -> Split | None:
@@ -222,9 +259,16 @@ def pipeline_of(
             f"micro_batches.size = {config.micro_batches.size}: a pipeline has micro-batches of its own; nearest "
             f"valid: parallelism.pipeline_parallel_microbatch_size = {config.micro_batches.size}"
         )
-    refuse_beside_stages(axes)
+    if getattr(getattr(tree.model, "config", None), "output_router_logits", False) is True:
+        raise ConfigError(
+            f"output_router_logits = True of {class_of(tree.model)}: expected no balance loss of its own in a "
+            f"pipeline, because it multiplies means over the layers of all stages, of which each has its own; nearest "
+            f"valid: output_router_logits = False"
+        )
     split = split_model(tree, config.parallel, axes, whole.get_local_rank("pp"))
-    check_units(split, [name for plan in plans if plan != ROOT for name in plan.modules], "wrap")
+    names = [name for plan in plans if plan != ROOT for name in plan.modules]
+    check_units(split, names, "wrap")
+    refuse_tied_units(split, names, "wrap")
     keys = config.parallel
     said = f"{split.parts} {keys.pipeline_parallel_num_microbatches} {keys.pipeline_parallel_microbatch_size} {keys}"
     own = int.from_bytes(hashlib.blake2s(said.encode(), digest_size=3).digest(), "big")
@@ -288,9 +332,13 @@ def own_plans(
     return found
 
 
-def keep_parameters(optimizer: torch.optim.Optimizer, tree: Tree, split: Split) -> None:
-    """Take the parameters of other stages, and their state, out of an optimizer of the whole model."""
+def keep_parameters(
+    optimizer: torch.optim.Optimizer, tree: Tree, split: Split, shared: Iterable[nn.Parameter] = ()
+) -> None:
+    """Take the parameters of other stages, and their state, out of an optimizer of the whole model. `shared`: those
+    that a stage of this rank has beside its modules'."""
     own = {id(p) for name in split.chain if split.is_own(name) for p in tree.modules[name].parameters()}
+    own |= {id(p) for p in shared}
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if id(parameter) not in own:
@@ -309,16 +357,21 @@ def make_pipeline(
     context: Callable[[], AbstractContextManager[Any]],
     *,
     mean: bool = True,
+    parts: Parts | None = None,
+    shared: SharedParameters | None = None,
 ) -> Pipeline:
-    """The pipeline of sharded `stages`, by number, whose boundaries are watched from now on."""
+    """The pipeline of sharded `stages`, by number, whose boundaries are watched from now on. `parts`: cuts batches;
+    `shared`: what stages share, sharded too."""
     count = len(split.parts)
     relations.stages = tuple(stages.values())
+    balances = {number: StageBalance(stage, is_last=number == count - 1) for number, stage in stages.items()}
     for number, stage in stages.items():
-        Boundary(stage, number, count, split.parts[number]).install(stage)
+        Boundary(stage, number, count, split.parts[number], balances[number]).install(stage)
     size = plan.pipeline_parallel_microbatch_size
     device = torch.device(whole.device_type)
     if device.type != "cpu":
         device = torch.device(device.type, torch.accelerator.current_device_index())
+    needs = {"cut sequences": axes.cp > 1, "tied parameters": split.ties, "balance losses": split.is_balanced}
     made = Pipeline(
         stages,
         count,
@@ -331,10 +384,17 @@ def make_pipeline(
         mean=mean,
         compare=relations.compare_step,
         numbers=lambda samples: split.schedule.numbers(samples, axes.pp, count),
-        context=context,
+        beside=Beside(
+            context,
+            parts,
+            nullcontext if shared is None or not shared.ties else partial(shared.summed, whole.get_group("pp")),
+            tuple(balances.values()),
+            " and ".join(what for what, is_there in needs.items() if is_there),
+        ),
     )
     here = " and ".join(map(str, stages))
     made.told = [f"pipeline: {split.schedule.name}; this rank has {here} of {count} stages", *split.lines()]
+    made.told += [f"shared: {tie}" for tie in split.ties]
     return made
 
 

@@ -6,13 +6,15 @@ chain: each reads what the one before it returns, and nothing else does. `Bounda
 
 ```
 stage input -> Absent ... Absent -> first own module -> ... -> last own module -> output of the stage
-               unchanged, or an error                          what follows in the forward is left out
+               each gives the stage input;                     what follows in the forward is left out
+               after the last one it is unchanged, or an error
 ```
 """
 
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -20,11 +22,12 @@ import torch
 from torch import Tensor, nn
 
 from .._torch import children_of, copied_around, version_of
+from ..extras.experts import StageBalance
 
 
 class Absent(nn.Module):
-    """Stands where a module of another stage would be. Returns its first argument; attributes that are plain values
-    are those of the module."""
+    """Stands where a module of another stage would be. Returns what came into the stage, and after its modules what
+    they gave; attributes that are plain values are those of the module."""
 
     def __init__(self, name: str, module: nn.Module) -> None:
         super().__init__()
@@ -44,14 +47,20 @@ class Absent(nn.Module):
                 f"another stage of the pipeline reads it; put that code into the module, or both into one stage"
             ) from None
 
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Fill what has no value yet (NaN) of a parameter that stages share: that of its own module replaces it
+        (`SharedParameters`)."""
+        for parameter in self.parameters(recurse=False):
+            parameter.nan_to_num_(0.0)
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self.boundary is None:
             raise RuntimeError(
                 f"{self.absent_name}: expected prepared.step or prepared.evaluate, found a call of the model, of which "
                 f"this rank has only its stages of a pipeline"
             )
-        self.boundary.passes(self.absent_name)
-        return args[0] if args else next(iter(kwargs.values()), None)
+        return self.boundary.passes(self.absent_name)
 
 
 def keep_stages(model: nn.Module, chain: Sequence[str], own: Mapping[int, Sequence[str]]) -> dict[int, nn.Module]:
@@ -95,9 +104,11 @@ def _around(module: nn.Module, name: str, chain: set[str], own: set[str]) -> nn.
 
 
 class Boundary:
-    """Where the values of a stage come in and go out. `number` of `count` stages; `names`: its modules, in order."""
+    """Where the values of a stage come in and go out. `number` of `count` stages; `names`: its modules, in order;
+    `balance`: the losses of its experts, which go out with them."""
 
-    def __init__(self, stage: nn.Module, number: int, count: int, names: Sequence[str]) -> None:
+    def __init__(self, stage: nn.Module, number: int, count: int, names: Sequence[str], balance: StageBalance) -> None:
+        self.balance = balance
         self.number, self.names = number, tuple(names)
         self.is_first, self.is_last = number == 0, number == count - 1
         # They describe the forward that runs: what came in, the alias of it for the first module, what goes out.
@@ -106,6 +117,8 @@ class Boundary:
         self.entered: Any = None
         self.result: Any = None
         self.is_checked = False
+        names = list(inspect.signature(stage.forward).parameters)
+        self.takes_embeds = names[:1] == ["input_ids"] and "inputs_embeds" in names
         for module in stage.modules():
             if isinstance(module, Absent):
                 module.boundary = self
@@ -119,8 +132,8 @@ class Boundary:
         stage.get_submodule(self.names[-1]).register_forward_hook(self._leave)
         stage.register_forward_hook(self._end, prepend=True)
 
-    def passes(self, name: str) -> None:
-        """The forward came to a module of another stage."""
+    def passes(self, name: str) -> Any:
+        """The forward came to a module of another stage; returns what that gives here."""
         if self.result is None and (self.entered is not None or self.is_first):
             before = "before its first module" if self.entered is None else "between its modules"
             raise RuntimeError(
@@ -134,15 +147,20 @@ class Boundary:
                 f"found {name} of another stage after it; list modules in the order of the forward in "
                 f"module_fqns_per_model_part"
             )
+        return self.given if self.result is None else self.result
 
     @property
     def _told(self) -> str:
         return self.names[0] if len(self.names) == 1 else f"{self.names[0]} to {self.names[-1]}"
 
-    def _begin(self, stage: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _begin(self, stage: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.entered = self.result = None
         self.given = args[0] if args else next(iter(kwargs.values()), None)
         self.version = version_of(self.given) if isinstance(self.given, Tensor) and not self.given.is_inference() else 0
+        if not self.is_first and self.takes_embeds and len(args) == 1:
+            # Not as input_ids, whose shape some models read.
+            return (), kwargs | {"inputs_embeds": args[0]}
+        return None
 
     def enter(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A module of this stage begins; returns its arguments, if they are others."""
@@ -194,7 +212,7 @@ class Boundary:
                     f"it returns, found that something else does (a residual of the embedding, say), which would get "
                     f"another value here; put it inside of a module, or divide the model elsewhere"
                 )
-        return result
+        return self.balance.join(result)
 
 
 class _Enter:

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
 
 from ..api import fully_shard, rebind_optimizer
@@ -21,6 +22,7 @@ from ..api.validate import resolve_mesh
 from ..engine.names import clean_name
 from ..engine.unit import module_units
 from ..extras import MicroBatches
+from ..extras.experts import balance_loss
 from ..extras.pipeline import LossFn, Pipeline, whole_loss
 from ..keys import ConfigError
 from ..policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
@@ -57,7 +59,8 @@ from .pipeline import (
 from .pipeline_stages import keep_stages
 from .reading import read_config
 from .relations import Relations
-from .sequences import ContextParallel, sequences_of
+from .sequences import ContextParallel, parts_of_step, running, sequences_of
+from .stage_ties import SharedParameters
 from .states import in_form
 from .table import UnitRow, rows_of, table_of
 from .tensor_parallel import Division, Replaced, apply_styles, divide, shape_for, shape_of
@@ -104,11 +107,13 @@ class Prepared:
         """Forward, `loss_fn` and backward of this rank's share of a batch; returns the loss, (), without a gradient.
 
         By the schedule of the pipeline (`Pipeline.step`, which has what it raises); without one, of the whole share at
-        once. `loss_fn` takes the mean over samples. The optimizer's step is the caller's.
+        once. Sequences are whole; over `cp` they are cut, with positions for models that take `position_ids` or
+        `positions`. `loss_fn` takes the mean over samples; balance losses of `MixtureOfExperts` are added. The
+        optimizer's step is the caller's.
         """
         if self.pipeline is not None:
             return self.pipeline.step(*args, target=target, **kwargs)
-        with self.loss_context():
+        with self._running():
             loss = self._loss(args, kwargs, target)
             loss.backward()
         return whole_loss(loss)
@@ -118,16 +123,27 @@ class Prepared:
         """The loss of this rank's share of a batch without gradients, the same on all ranks of a pipeline."""
         if self.pipeline is not None:
             return self.pipeline.evaluate(*args, target=target, **kwargs)
-        with self.loss_context():
+        with self._running():
             return whole_loss(self._loss(args, kwargs, target))
+
+    def _running(self) -> AbstractContextManager[None]:
+        found: AbstractContextManager[None] = running(self.sequences, head=bool(self.division.head))()
+        return found
 
     def _loss(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Tensor) -> Tensor:
         if self.loss_fn is None:
             raise ValueError(
                 "loss_fn: expected a function of (output, target), found none; pass it to prepare_fully_shard"
             )
+        parts = parts_of_step(self.model, self.sequences)
+        if parts is not None:
+            args, kwargs, target = parts(args, kwargs, target, 1)
         output = self.model(*args, **kwargs)
-        return self.loss_fn(getattr(output, "logits", output), target)
+        loss = self.loss_fn(getattr(output, "logits", output), target)
+        balance = balance_loss(self.model) if torch.is_grad_enabled() else 0.0
+        if isinstance(balance, Tensor):
+            loss = (loss.full_tensor() if isinstance(loss, DTensor) else loss) + balance
+        return loss
 
     @property
     def share(self) -> tuple[int, int]:
@@ -278,9 +294,10 @@ def prepare_fully_shard(
     divided, replaced = _divided_in(tree, plans, division), Replaced()
     names_kept = kept_names(tree, plans, kept)
     stages = {0: model}
+    shared = SharedParameters(tree, split.ties if split is not None else (), split.own if split is not None else ())
     if split is not None:
         for one in optimizers:
-            keep_parameters(one, tree, split)
+            keep_parameters(one, tree, split, shared.held.values())
         if source in ("cpu", "mixed"):
             send_chain(tree, split, everyone)
         stages = keep_stages(model, split.chain, {number: split.parts[number] for number in split.own})
@@ -297,6 +314,8 @@ def prepare_fully_shard(
             arguments[plan.name]["ignored_params"] = {successors.get(id(p), p) for p in ignored}
         if config.wrap.compile and is_block(plan):
             compile_block(modules[0], config.wrap.compile)
+        if plan == ROOT:
+            shared.place(model, stages)
         for unit in [[stage] for stage in stages.values()] if plan == ROOT else [modules]:
             fully_shard(unit[0] if len(unit) == 1 else unit, **arguments[plan.name])
     here = [name for name in experts.names if split is None or split.is_own(name)]
@@ -310,8 +329,10 @@ def prepare_fully_shard(
     pipeline = None
     if split is not None:
         relations = Relations(None, axes, whole, sequence=division.sequence, sequences=sequences)
-        context = loss_parallel if division.head else nullcontext
-        pipeline = make_pipeline(config.parallel, split, stages, axes, whole, relations, loss_fn, context)
+        context, parts = running(sequences, head=bool(division.head)), parts_of_step(model, sequences)
+        shared.begin(stages, whole.get_group("pp"))
+        given = config.parallel, split, stages, axes, whole, relations, loss_fn, context
+        pipeline = make_pipeline(*given, parts=parts, shared=shared)
     elif config.parallelism.beyond_data:
         Relations(model, axes, whole, sequence=division.sequence, sequences=sequences)
     refuse_untied(ties, model)

@@ -107,8 +107,8 @@ class Relations:
             self.handle.remove()
 
     def compare_step(self, tensors: Sequence[Tensor], doing: str, problem: str) -> None:
-        """Compare along `pp` and `tp` what a step of a pipeline begins with, and raise on all ranks if one of them has
-        a `problem`. Sends 24 bytes over each of the two."""
+        """Compare along `pp`, `cp` and `tp` what a step of a pipeline begins with, and raise on all ranks if one has a
+        `problem`. Sends 24 bytes over each of these."""
         wrong = "" if problem else self._wrong_divisor()
         if self.sends_nothing:
             if problem:
@@ -123,7 +123,7 @@ class Relations:
         own = digest([*tensors, torch.tensor([text])])
         sums = torch.stack([own, own * own, torch.tensor(int(bool(problem or wrong)), device=own.device)])
         sums = sums.to(self.whole.device_type)
-        axes = [name for name in ("pp", "tp") if getattr(self.axes, name) > 1]
+        axes = [name for name in ("pp", "cp", "tp") if getattr(self.axes, name) > 1]
         for name in axes:
             all_reduce_over(sums, self.whole.get_group(name), dist.ReduceOp.SUM, f"what ranks along {name} are given")
         total, squares, problems = sums.tolist()

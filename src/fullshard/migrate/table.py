@@ -34,7 +34,8 @@ class UnitRow:
 
 def rows_of(tree: Tree, plans: Iterable[UnitPlan], arguments: Mapping[str, Mapping[str, Any]]) -> tuple[UnitRow, ...]:
     """The units in the order of the model's modules."""
-    plan_of = {tree.modules[name]: plan for plan in plans for name in plan.modules}
+    # Of one stage of several there may be no module where another has a unit.
+    plan_of = {tree.modules[name]: plan for plan in plans for name in plan.modules if name in tree.modules}
     parameters = {clean_name(name): p for name, p in tree.model.named_parameters(remove_duplicate=False)}
     rows = []
     for unit, found in zip(module_units(tree.model), report(tree.model).units, strict=True):

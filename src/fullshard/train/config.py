@@ -239,19 +239,13 @@ class Config:
 
     def _check_pipeline(self) -> None:
         keys, training = self.sharding.parallelism, self.training
-        if keys.context_parallel_degree > 1:
-            problem = "stages of a pipeline compute whole sequences"
-            raise invalid("sharding.parallelism.context_parallel_degree", keys.context_parallel_degree, problem, "1")
         for name in ("pipeline_parallel_microbatch_size", "pipeline_parallel_num_microbatches"):
             if getattr(keys, name):
                 problem = "has no effect in the trainer: set training.micro_batch"
                 raise invalid(f"sharding.parallelism.{name}", getattr(keys, name), problem, "0")
-        if self.model.experts:
-            problem = "a pipeline has no balance loss; prepare_fully_shard divides experts of each stage"
-            raise invalid("model.experts", self.model.experts, problem, "0")
-        if self.model.tie_embeddings:
-            problem = "a pipeline has the embedding in its first stage, and the output in its last"
-            raise invalid("model.tie_embeddings", True, problem, "false")
+        if self.model.tie_embeddings and find_schedule(keys.pipeline_parallel_schedule).v:
+            problem = f"the first process of {keys.pipeline_parallel_schedule} has the first and the last stage, which "
+            raise invalid("model.tie_embeddings", True, problem + "would shard the embedding twice", "false")
         for name, value, default in (
             ("micro_batch", training.micro_batch == AUTO, 4),
             ("accumulate", training.accumulate == "reduce", "local"),

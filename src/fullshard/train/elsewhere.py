@@ -94,14 +94,9 @@ def _rows(config: ShardingConfig) -> Iterator[_Row]:
     for key, value in _changed(config, "parallelism"):
         if key == "parallelism.styles":
             yield _Row(key, dict(value), LOSSY, {}, "names of another model; the trainer's has styles of its own")
-        elif key.startswith("parallelism.context_") and config.parallelism.pipeline_parallel_degree > 1:
-            yield _Row(key, value, LOSSY, {}, "stages of a pipeline compute whole sequences")
         elif key.startswith("parallelism.expert_"):
             reason = "the trainer's model has no experts; with model.experts set, give it in [parallelism]"
             yield _Row(key, value, LOSSY, {}, reason)
-        elif key == "parallelism.pipeline_parallel_degree":
-            new = {f"sharding.{key}": value, "model.tie_embeddings": False}
-            yield _Row(key, value, EXACT, new, "the same; the first stage has the embedding, and the last the output")
         elif key == "parallelism.pipeline_parallel_microbatch_size":
             yield _Row(key, value, EXACT, {"training.micro_batch": value}, "the same")
         elif key == "parallelism.pipeline_parallel_num_microbatches":

@@ -329,7 +329,7 @@ class Trainer:
         if self.pipeline is not None:
             device = self.world.device
             loss = self.pipeline.step(inputs.to(device), target=targets.to(device))
-            return float(loss) / weight, self._nbytes(targets)
+            return float(loss) / weight, self._nbytes(self._parts(inputs, targets)[1])
         assert self.micro is not None
 
         def loss_of(piece: slice) -> tuple[Tensor, tuple[float, float]]:
@@ -382,7 +382,9 @@ class Trainer:
         own = slice(self.world.share * share, (self.world.share + 1) * share)
         figures = [0.0, 0.0, 0.0]
         taken = self.micro_batch if self.pipeline is None else self.share
-        with self.world.sequences or nullcontext(), without_dropout(self.model):
+        # A pipeline runs in the context by itself.
+        context = nullcontext() if self.pipeline is not None else self.world.sequences or nullcontext()
+        with context, without_dropout(self.model):
             for first in range(own.start, own.stop, taken):
                 piece = slice(first, min(first + taken, own.stop))
                 parts = self._parts(inputs[piece], targets[piece])

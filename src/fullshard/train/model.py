@@ -48,7 +48,7 @@ from fullshard.migrate.relations import Relations
 from fullshard.migrate.sequences import ContextParallel
 from fullshard.migrate.tensor_parallel import Replaced, apply_styles, divide, shape_for
 from fullshard.migrate.tree import Tree
-from fullshard.train.config import Config, ConfigError
+from fullshard.train.config import Config
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,6 +178,14 @@ class Block(nn.Module):
         return x
 
 
+class TiedHead(nn.Module):
+    """The logits by the table of the embedding. Without parameters: the embedding owns the weight, so no two modules
+    share one."""
+
+    def forward(self, x: Tensor, embedding: nn.Embedding) -> Tensor:  # (B, T, D) -> (B, T, V)
+        return F.linear(x, embedding.weight)
+
+
 class Llama(nn.Module):
     """Tokens (B, T), int64 -> logits (B, T, V). Positions: (T,) or (B, T), int64; None: 0, 1, 2 ...
 
@@ -192,14 +200,16 @@ class Llama(nn.Module):
         self.layers = nn.ModuleList(Block(shape) for _ in range(shape.layers))
         self.norm = RMSNorm(shape.dim, shape.norm_eps)
         self.output = None if shape.tie_embeddings else nn.Linear(shape.dim, shape.vocab, bias=False)
+        if shape.tie_embeddings:
+            self.head = TiedHead()
 
     def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
         x = self.embedding(tokens)
         for block in self.layers:
             x = block(x) if positions is None else block(x, positions=positions)
         x = self.norm(x)
-        # Tied: the module that owns the weight uses it twice, so no two modules share a parameter.
-        return F.linear(x, self.embedding.weight) if self.output is None else self.output(x)
+        logits: Tensor = self.head(x, self.embedding) if self.output is None else self.output(x)
+        return logits
 
     def parallel_styles(self, *, sequence: bool) -> dict[str, str]:
         """How tensor parallelism divides the modules; `sequence`: between them each rank has its part of the tokens.
@@ -223,14 +233,13 @@ class Llama(nn.Module):
         return styles | {"embedding": "row", "output": "column->whole"}
 
     def pipeline_modules(self) -> list[str]:
-        """The modules in the order of the forward, as stages of a pipeline divide them. Raises `ConfigError` for a tied
-        embedding, which the first and the last stage would need."""
-        if self.output is None:
-            raise ConfigError(
-                "parallelism.pipeline_parallel_degree: expected an output layer of its own, found the embedding used "
-                "again, which is in the first stage; nearest valid: tie_embeddings = false"
-            )
-        return ["embedding", *(f"layers.{number}" for number in range(len(self.layers))), "norm", "output"]
+        """The modules in the order of the forward, as stages of a pipeline divide them."""
+        end = "head" if self.output is None else "output"
+        return ["embedding", *(f"layers.{number}" for number in range(len(self.layers))), "norm", end]
+
+    def pipeline_reads(self) -> dict[str, list[str]]:
+        """The parameters that a module reads of another one, which may be in another stage."""
+        return {"head": ["embedding.weight"]} if self.output is None else {}
 
     def model_shape(self) -> ModelShape:
         """The numbers that degrees have to divide."""
@@ -338,7 +347,9 @@ def sharded_model(
     offload = CPUOffloadPolicy(pin_memory=keys.pin_memory) if keys.cpu_offload else OffloadPolicy()
     shard = partial(fully_shard, mesh=mesh, offload_policy=offload)
     kept = config.reshards
-    modules = [model.get_submodule(name) for name in experts.names]
+    roots = [model] if cut is None else list(cut(model).values())
+    found = dict(model.named_modules())
+    modules = [found[name] for name in experts.names if name in found]  # the others are in stages of other processes
     for module in modules:
         shard(
             module,
@@ -347,7 +358,6 @@ def sharded_model(
         )
     if whole is not None:
         divide_gradients(modules, config.axes(whole.size()))
-    roots = [model] if cut is None else list(cut(model).values())
     for block in model.layers:
         if isinstance(block, Block):  # and not of another process
             shard(block, mp_policy=policy, reshard_after_forward=None if isinstance(kept, str) else kept)

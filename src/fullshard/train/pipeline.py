@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import nullcontext
 from dataclasses import replace
 
 from torch import nn
-from torch.distributed.tensor.parallel import loss_parallel
 
 from fullshard.migrate.pipeline import LossFn, Split, check_reshard, make_pipeline, split_model
 from fullshard.migrate.pipeline import Pipeline as Pipeline
 from fullshard.migrate.pipeline_stages import keep_stages
 from fullshard.migrate.relations import Relations
+from fullshard.migrate.sequences import parts_of_step, running
+from fullshard.migrate.stage_ties import SharedParameters
 from fullshard.migrate.tree import Tree
 from fullshard.train.config import Config
 from fullshard.train.process import World
@@ -22,6 +22,7 @@ class Stages:
     """The stages of this process, after `cut` divided the model. `numel`: elements of the whole model."""
 
     split: Split
+    shared: SharedParameters
     modules: Mapping[int, nn.Module]
     numel: int
     pipeline: Pipeline
@@ -34,10 +35,13 @@ class Stages:
         world, plan = self.world, self.config.sharding.parallel
         assert world.axes is not None and world.whole is not None
         self.numel = sum(parameter.numel() for parameter in model.parameters())
-        self.split = split_model(Tree(model), plan, world.axes, world.whole.get_local_rank("pp"))
+        tree = Tree(model)
+        self.split = split_model(tree, plan, world.axes, world.whole.get_local_rank("pp"))
+        self.shared = SharedParameters(tree, self.split.ties, self.split.own)
         check_reshard(self.split, {"the model": self.config.reshards})
         own = {number: self.split.parts[number] for number in self.split.own}
         self.modules = keep_stages(model, self.split.chain, own)
+        self.shared.place(model, self.modules)
         return self.modules
 
     @property
@@ -52,8 +56,10 @@ class Stages:
         assert world.axes is not None and world.whole is not None
         plan = replace(keys, pipeline_parallel_microbatch_size=self.config.micro_batch(world.size))
         sequence = world.axes.tp > 1 and keys.enable_sequence_parallel is not False
-        relations = Relations(None, world.axes, world.whole, sequence=sequence)
-        context = loss_parallel if keys.enable_loss_parallel else nullcontext
-        self.pipeline = make_pipeline(
-            plan, self.split, self.modules, world.axes, world.whole, relations, loss_fn, context, mean=False
-        )
+        relations = Relations(None, world.axes, world.whole, sequence=sequence, sequences=world.sequences)
+        context = running(world.sequences, head=keys.enable_loss_parallel)
+        first = next(iter(self.modules.values()))
+        parts = None if world.sequences is None else parts_of_step(first, world.sequences)
+        self.shared.begin(self.modules, world.whole.get_group("pp"))
+        given = plan, self.split, self.modules, world.axes, world.whole, relations, loss_fn, context
+        self.pipeline = make_pipeline(*given, mean=False, parts=parts, shared=self.shared)

@@ -31,7 +31,7 @@ from fullshard.rounding import rows_of, sums, terms_of, unit
 from . import arithmetic
 from .causes import Causes, errors, largest
 from .kernels import can_be_equal, differentiates, elementwise, other_bits, same
-from .merged import merged_before, merged_step, of_pipelines
+from .merged import SHARED, Entry, merged_before, merged_step, of_pipelines, shared_in, tensors_of
 from .reference import Expected, Reference, read_before, read_step
 from .replicas import Held
 from .setting import Setting
@@ -128,10 +128,9 @@ class Comparison:
         self.causes = Causes(setting, self.reference)
         # Of the sharded training where the comparison is: the parameters, and the buffers of each rank.
         self.parameters, self.buffers = dict[str, Tensor](), list[dict[str, Tensor]]()
-        # The step where the comparison is: its number, the records of all ranks, what they must give, and the scale
-        # of the loss.
         # The stage that has each parameter, of a pipeline.
         self.stages = dict[str, int]()
+        # The step where the comparison is: its number, the records, what they must give, and the scale of the loss.
         self.latest: tuple[int, list[Step], Expected, float] | None = None
         # The control of each data-parallel rank: see `kernels.control`.
         self._controls = list[dict[str, int]]()
@@ -189,9 +188,10 @@ class Comparison:
         setting, reference = self.setting, self.reference
         before = [read_before(self.folder, rank) for rank in range(setting.world)]
         ties = [rank.ties for rank in before]
+        shared = self._shared(-1, [[Entry(PHASES[0], *item) for item in one.parameters.items()] for one in before])
         before = of_pipelines(before, setting, merged_before)
         self.causes.cuts, self.stages = before[0].cuts, before[0].stages
-        yield self._initial(before[0].parameters)
+        yield [*self._initial(before[0].parameters), *shared]
         yield self._ties(ties)
         yield [
             self._value(-1, PHASES[0], name, value, reference.initial_buffers[name], 0.0, rank)
@@ -203,10 +203,10 @@ class Comparison:
         self.parameters, self.buffers = before[0].parameters, [record.buffers for record in before]
         self._controls = [before[setting.ranks_of(rank)[0]].control for rank in range(setting.data_world)]
         for step in range(setting.steps):
-            found = of_pipelines(
-                [read_step(self.folder, step, rank) for rank in range(setting.world)], setting, merged_step
-            )
+            records = [read_step(self.folder, step, rank) for rank in range(setting.world)]
+            found = of_pipelines(records, setting, merged_step)
             yield from self._step(step, step, found, found[0].gradients)
+            yield self._shared(step, [tensors_of(record) for record in records])
 
     def _step(
         self, step: int, batches: int, found: list[Step], stepped_with: dict[str, Tensor | None]
@@ -282,6 +282,10 @@ class Comparison:
                 return [self._named(-1, PHASES[0], odd[0], text, rank)]
         return []
 
+    def _shared(self, step: int, records: Sequence[Sequence[Entry]]) -> Sequence[Difference | None]:
+        found = shared_in(records, self.setting)
+        return [self._value(step, *one, 0.0, rank, lambda *_: SHARED) for one, rank in found]
+
     def _generators(self, step: int, found: list[Step], expected: Expected) -> Sequence[Difference | None]:
         differences = []
         for rank, record in enumerate(found):
@@ -327,7 +331,9 @@ class Comparison:
     ) -> Sequence[Difference | None]:
         differences: list[Difference | None] = []
         for rank, record in enumerate(found):
+            stages = found[rank % (stride := self.setting.world // self.setting.strategy.pipeline) :: stride]
             for micro, loss in enumerate(record.losses):
+                loss = loss + sum(stage.balances[micro] for stage in stages if stage.balances)
                 wanted = expected.losses[self.setting.data_rank(rank)][micro]
                 name = f"loss of micro-batch {micro}" if len(record.losses) > 1 else "loss"
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor
 
@@ -40,3 +40,38 @@ def merged_step(records: Sequence[Step]) -> Step:
         parameters |= record.parameters
         state |= record.state
     return records[0]._replace(gradients=gradients, parameters=parameters, state=state)
+
+
+# What is said of a parameter that stages share.
+SHARED = "another stage of the pipeline has this parameter with other values"
+
+
+class Entry(NamedTuple):
+    """A tensor of a record. `name`: of the parameter, or of a tensor of its optimizer state."""
+
+    phase: str
+    name: str
+    value: Tensor
+
+
+def tensors_of(record: Step) -> list[Entry]:
+    """The tensors of a record."""
+    found = [Entry("backward", name, value) for name, value in record.gradients.items() if value is not None]
+    found += [Entry("optimizer step", *item) for item in record.parameters.items()]
+    for name, entries in record.state.items():
+        tensors = {f"{name}.{key}": value for key, value in entries.items() if isinstance(value, Tensor)}
+        found += [Entry("optimizer state", *item) for item in tensors.items()]
+    return found
+
+
+def shared_in(
+    records: Sequence[Sequence[Entry]], setting: Setting
+) -> Iterator[tuple[tuple[str, str, Tensor, Tensor], int]]:
+    """((phase, name, value, that of the first stage with it), rank) of what several stages hold, of `records` of all
+    ranks. They are to be the same bits."""
+    known = dict[tuple[str, str], Tensor]()
+    for rank, record in enumerate(records):
+        for phase, name, value in record if setting.leads(rank) else ():
+            wanted = known.setdefault((phase, name), value)
+            if wanted is not value:
+                yield (phase, name, value, wanted), rank

@@ -17,9 +17,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from fullshard.migrate import ConfigError
 from fullshard.migrate.axes import Axes
 from fullshard.migrate.declared import declare
-from fullshard.migrate.pipeline import Pipeline, check_units, make_pipeline, split_model
+from fullshard.migrate.experts import find_experts
+from fullshard.migrate.pipeline import Pipeline, check_units, make_pipeline, refuse_tied_units, split_model
 from fullshard.migrate.pipeline_stages import keep_stages
 from fullshard.migrate.relations import Relations
+from fullshard.migrate.sequences import ContextParallel, parts_of_step
+from fullshard.migrate.stage_ties import SharedParameters
 from fullshard.migrate.tree import Tree
 from fullshard.program import Program, ProgramError
 
@@ -43,8 +46,11 @@ class Stages:
             self._calls.append(([names[each] for each in modules], options))
 
         program.shard(model, note)
-        self.split = split_model(Tree(model), self.plan, axes, mesh.get_local_rank("pp"))
+        tree = Tree(model)
+        self.split = split_model(tree, self.plan, axes, mesh.get_local_rank("pp"))
+        self.shared = SharedParameters(tree, self.split.ties, self.split.own)
         self.modules = keep_stages(model, self.split.chain, {n: self.split.parts[n] for n in self.split.own})
+        self.shared.place(model, self.modules)
         # The losses of the micro-batches of the running step, on the last stage.
         self.losses: list[Tensor] = []
 
@@ -64,20 +70,25 @@ class Stages:
     def places(self, model: nn.Module) -> dict[str, int]:
         """The stage that has each parameter of `model`, by its name."""
         found = {name: self.split.stage_of(name) for name, _ in named(model)}
+        found |= {name: tie.stages[0] for tie in self.split.ties for name in tie.names}
         return {name: number for name, number in found.items() if number is not None}
 
-    def begin(self, context: Callable[[], Any], *, sequence: bool) -> Pipeline:
-        """Make the steps of all stages, after they were sharded."""
-        relations = Relations(None, self.axes, self.mesh, sequence=sequence)
-        return make_pipeline(self.plan, self.split, self.modules, self.axes, self.mesh, relations, self._loss, context)
+    def begin(self, context: Callable[[], Any], sequences: ContextParallel | None, *, sequence: bool) -> Pipeline:
+        """Make the steps of all stages, after they were sharded. `sequences`: cuts batches over `cp`."""
+        relations = Relations(None, self.axes, self.mesh, sequence=sequence, sequences=sequences)
+        parts = None if sequences is None else parts_of_step(next(iter(self.modules.values())), sequences)
+        self.shared.begin(self.modules, self.mesh.get_group("pp"))
+        given = self.plan, self.split, self.modules, self.axes, self.mesh, relations, self._loss, context
+        return make_pipeline(*given, parts=parts, shared=self.shared)
 
-    def step(self, pipeline: Pipeline, batches: Sequence[Any]) -> tuple[list[Tensor], Tensor]:
-        """Forward and backward of all micro-batches: their losses, on the last stage, and the loss of the batch."""
+    def step(self, pipeline: Pipeline, batches: Sequence[Any]) -> tuple[list[Tensor], list[Tensor], Tensor]:
+        """Forward and backward of all micro-batches: their losses, on the last stage; their balance losses in the
+        stages of this rank, if any; and the loss of the batch."""
         self.losses = []
         args, kwargs, target = parts_of(together(batches))
         loss = pipeline.step(*args, target=target, **kwargs)
         # The first step computes one micro-batch before, for the shapes.
-        return self.losses[-len(batches) :], loss
+        return self.losses[-len(batches) :], pipeline.balances(len(batches)), loss
 
     def _loss(self, output: Any, target: Tensor) -> Tensor:
         assert self.program.loss_fn is not None
@@ -133,8 +144,11 @@ def check_pipeline(program: Program, strategy: Strategy, world: int) -> None:
         raise ProgramError(f"{strategy}: expected shard to call fully_shard with the whole model, found no such call")
     names = {module: name for name, module in model.named_modules()}
     try:
+        find_experts(Tree(model), strategy.parallelism)
         axes = declare(model, strategy.parallelism, world).axes
-        check_units(split_model(Tree(model), strategy.parallelism, axes, 0), [names[each] for each in calls], "shard")
+        split = split_model(Tree(model), strategy.parallelism, axes, 0)
+        check_units(split, [names[each] for each in calls], "shard")
+        refuse_tied_units(split, [names[each] for each in calls], "shard")
     except ConfigError as error:
         raise ProgramError(f"{strategy}: {error}") from error
     batch = program.batch(0)

@@ -123,8 +123,6 @@ class Strategy:
         if self.pipeline == 1:
             return
         schedule = find_schedule(self.schedule)
-        if self.context > 1 or self.experts > 1:
-            raise ValueError(f"{self}: expected pp without cp and ep beside it; leave one out")
         if self.precision == "fp16":
             raise ValueError(f"{self}: expected pp without a scaled loss; nearest: bf16")
         if schedule.splits and self.reshard is not False:

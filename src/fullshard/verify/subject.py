@@ -78,7 +78,8 @@ class Step(NamedTuple):
     afterwards. `buffers`: after the step. `uses`: of full parameters. `gradients`, `parameters`, `state`: full tensors
     on rank 0, None of absent gradients; empty elsewhere. `..._apart`: this rank's shards that are not what the first
     rank with a copy of them holds. `reads`: numbers that the program took of parts of a sum.
-    `total`: of a pipeline, the loss that its step returned; `losses` are those of the last stage then."""
+    `total`: of a pipeline, the loss that its step returned; `losses` are those of the last stage then, and `balances`
+    the balance losses of each micro-batch in the stages of this rank, which are to be added."""
 
     losses: list[Tensor]
     generators: list[dict[str, str]]
@@ -92,6 +93,7 @@ class Step(NamedTuple):
     watched: Watched | None = None
     reads: tuple[str, ...] = ()
     total: Tensor | None = None
+    balances: Sequence[Tensor] = ()
 
 
 def buffers_of(model: nn.Module) -> dict[str, Tensor]:
@@ -150,6 +152,7 @@ class Training:
         self.stages = self._cut(model, axes)
         if self.stages is not None:
             program = replace(program, shard=self.stages.shard)
+            experts = replace(experts, names=tuple(name for name in experts.names if self.stages.split.is_own(name)))
         self.trained: Any = (
             Sharded(program, model, setting, inner, output_dtype, experts)
             if setting.is_fsdp2
@@ -159,7 +162,7 @@ class Training:
             block.forward = partial(checkpoint, block.forward, use_reentrant=False)
         self.model = self.trained.model
         if self.stages is not None:
-            self.pipeline = self.stages.begin(self.loss_context, sequence=strategy.sequence)
+            self.pipeline = self.stages.begin(self.loss_context, self.sequences, sequence=strategy.sequence)
         self.optimizer = program.optimizer(self.model.parameters())
         self.scaler = _scaler(setting, device)
         self.trained.weights.held = self.trained.parameters()
@@ -206,11 +209,13 @@ class Training:
         if self.setting.watched:
             weights.gradients = []
         total: Tensor | None = None
+        balances: list[Tensor] = []
         if self.stages is not None:
             weights.phase = "forward"
             with reading:
-                losses, total = self.stages.step(self.pipeline, [self.batch(step, micro)[1] for micro in range(micros)])
-            losses, total = [full(loss) for loss in losses], full(total)
+                batches = [self.batch(step, micro)[1] for micro in range(micros)]
+                losses, balances, total = self.stages.step(self.pipeline, batches)
+            losses, balances, total = [full(loss) for loss in losses], [full(loss) for loss in balances], full(total)
         for micro in range(micros if self.stages is None else 0):
             index, batch = self.batch(step, micro)
             with trained.window(last=micro == micros - 1):
@@ -242,7 +247,8 @@ class Training:
         made = (gradients, weights.held, state) if self.leads else ({}, {}, {})
         stepped_apart = self.copies.stepped(self.optimizer) if self.copies else ()
         self.optimizer.zero_grad()
-        found = Step(losses, states, buffers, uses, *made)._replace(reads=tuple(map(str, reads.found)), total=total)
+        found = Step(losses, states, buffers, uses, *made)
+        found = found._replace(reads=tuple(map(str, reads.found)), total=total, balances=balances)
         watched = Watched(weights.gradients or [], scaled, moved, weights.torn()) if self.setting.watched else None
         return found._replace(gradients_apart=gradients_apart, stepped_apart=stepped_apart, watched=watched)
 
