@@ -8,7 +8,7 @@ from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 
 from ..layout import UnitMemory
-from ..layout.memory import DOWNLOADS_IN_FLIGHT
+from ..layout.gather import DOWNLOADS_IN_FLIGHT
 from .account import Bytes, Pool
 from .clock import Clock
 from .strategy import Group, Limits, Strategy, Unit
