@@ -118,7 +118,7 @@ class Messenger(NamedTuple):
         """
         if self.line is None or self.world == 1:
             return combine([text])
-        found = self.line.send(_Fold(self.line, self.rank, self.world, text, combine).begin).wait()
+        found = self.line.send(_Fold(self, self.line, text, combine).begin).wait()
         return found if isinstance(found, bytes) else None
 
     def collect(self, text: bytes) -> list[bytes] | None:
@@ -208,13 +208,14 @@ def above(rank: int, world: int) -> int:
 class _Fold:
     """One `Messenger.fold` over a line, of which it is one message."""
 
-    def __init__(self, line: Line, rank: int, world: int, text: bytes, combine: Callable[[list[bytes]], bytes]) -> None:
-        self._line, self._rank, self._world, self._text, self._combine = line, rank, world, text, combine
+    def __init__(self, of: Messenger, line: Line, text: bytes, combine: Callable[[list[bytes]], bytes]) -> None:
+        self._line, self._rank, self._world, self._device = line, of.rank, of.world, of.device
+        self._text, self._combine = text, combine
 
     def begin(self) -> _Fold:
         """Expect what arrives."""
         group = self._line.process_group
-        self._frames = [torch.empty(_FRAME_NBYTES, dtype=torch.uint8) for _ in below(self._rank, self._world)]
+        self._frames = [self._empty(_FRAME_NBYTES) for _ in below(self._rank, self._world)]
         self._works = [
             group.recv([frame], rank, _FOLD_TAG)
             for rank, frame in zip(below(self._rank, self._world), self._frames, strict=True)
@@ -228,7 +229,7 @@ class _Fold:
             head = _bytes(frame)
             nbytes, text = int.from_bytes(head[:8], "little"), head[8:]
             if nbytes > len(text):
-                rest = torch.empty(nbytes - len(text), dtype=torch.uint8)
+                rest = self._empty(nbytes - len(text))
                 group.recv([rest], rank, _FOLD_TAG).wait()
                 text += _bytes(rest)
             texts.append(text[:nbytes])
@@ -238,8 +239,11 @@ class _Fold:
         room = _FRAME_NBYTES - 8
         head = len(made).to_bytes(8, "little") + made[:room].ljust(room, b"\0")
         for part in filter(None, (head, made[room:])):
-            group.send([_tensor(part)], above(self._rank, self._world), _FOLD_TAG).wait()
+            group.send([_tensor(part).to(self._device)], above(self._rank, self._world), _FOLD_TAG).wait()
         return None
+
+    def _empty(self, nbytes: int) -> Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
 
 
 def alone() -> Messenger:
