@@ -25,14 +25,17 @@ import tomllib
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from functools import partial
 from hashlib import sha256
 from itertools import product
 from math import log
 from pathlib import Path
 from statistics import median
+from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 
 from benchmarks import mpt
 from benchmarks.common import facts
@@ -76,8 +79,10 @@ FITTED, HELD_OUT, LATER = "fitted", "held out", "later"
 
 
 def published() -> list[tuple[dict[str, Any], str]]:
-    """The lines of the file, each with the half that it is in."""
-    return [(run, half_of(run)) for run in tomllib.loads(FILE.read_text())["run"]]
+    """The lines of the file, each with the conditions of its source and the half that it is in."""
+    found = tomllib.loads(FILE.read_text())
+    runs = [found["conditions"].get(run["source"], {}) | run for run in found["run"]]
+    return [(run, half_of(run)) for run in runs]
 
 
 def unasked() -> list[dict[str, str]]:
@@ -89,6 +94,8 @@ def unasked() -> list[dict[str, str]]:
 def half_of(run: dict[str, Any]) -> str:
     if run.get("later"):
         return LATER
+    if "half" in run:
+        return str(run["half"])
     return FITTED if sha256(name_of(run).encode()).digest()[0] % 2 else HELD_OUT
 
 
@@ -98,8 +105,10 @@ def name_of(run: dict[str, Any]) -> str:
     also = [f"HSDP {run.get('replicas')}"] * ("replicas" in run and run["replicas"] > 1) + ["bf16 states"] * bool(
         run.get("storage")
     )
-    also += [f"{name} {run[key]}" for key, name in (("tensor", "TP"), ("context", "CP")) if key in run]
-    also += [name for name in ("compiled", "float8") if run.get(name)]
+    also += [
+        f"{name} {run[key]}" for key, name in (("tensor", "TP"), ("context", "CP"), ("experts", "EP")) if key in run
+    ]
+    also += [name for name in ("compiled", "float8") if run.get(name)] + ["ZeRO-2"] * (not run.get("reshard", True))
     return (
         f"{run['model']}, {run['sequence']:,} tokens, {run['devices']} x {run['hardware']}, micro {run['micro']}"
         f"{again}, recompute {run['recompute']}{''.join(f', {each}' for each in also)} ({run['source']})"
@@ -108,40 +117,50 @@ def name_of(run: dict[str, Any]) -> str:
 
 def strategy_of(run: dict[str, Any]) -> Strategy:
     """Gradients of each micro-batch are reduced, as FSDP1 does where nobody asks for less."""
+    narrow = "bfloat16" if "storage" in run else "float32"
     return Strategy(
         run["devices"],
         run.get("replicas", 1),
         compute="bfloat16",
-        reduce="bfloat16" if run.get("storage") else "float32",
+        reduce=run.get("reduce", narrow),
         storage=run.get("storage", ""),
         micro=run["micro"],
         accumulate=run["accumulate"],
-        send_each=run["accumulate"] > 1,
+        send_each=run["accumulate"] > 1 and run.get("send_each", True),
+        reshard=run.get("reshard", True),
         recompute=run["recompute"],
         compiled=run.get("compiled", False),
+        compiled_loss=run.get("compiled_loss", False),
         float8=run.get("float8", False),
         tensor=run.get("tensor", 1),
         context=run.get("context", 1),
+        experts=run.get("experts", 1),
     )
 
 
-_planners: dict[tuple[str, int, Parallelism], Planner] = {}
+_planners: dict[tuple[str, int, Parallelism, str], Planner] = {}
+# The share of the peak of attention before FlashAttention-2, which the lines of LLM Foundry ran: by --fit.
+FLASH_1 = {"h100-80g": 0.20, "a100-80g": 0.34}
 
 
 def planner_of(run: dict[str, Any]) -> Planner:
     """One for each model and length: a model is described once."""
     model, length = run["model"], run["sequence"]
     plan = parallelism_of(run)
-    key = (model, length, plan)
+    key = (model, length, plan, run.get("loss", ""))
     if key not in _planners:
         part = program_of(model, length // plan.context_parallel_degree)
+        if "loss" in run:
+            part = replace(part, loss=partial(_loss_of_own_dtype, held=[] if "held" in run["loss"] else None))
         if plan.beyond_data:
             shared = plan.tensor_parallel_degree * plan.context_parallel_degree
+            shared = run["devices"] if plan.expert_parallel_degree > 1 else shared
             part = replace(part, parallelize=noted_by(plan, shared, note))
         _planners[key] = Planner(_describe(lambda sequence: part, plan), find_hardware(run["hardware"]))
     planner = _planners[key]
     hardware = find_hardware(run["hardware"])
-    planner.hardware = replace(hardware, node=run.get("node", hardware.node))
+    attention = FLASH_1[hardware.name] if run.get("attention") == "flash-1" else hardware.attention
+    planner.hardware = replace(hardware, node=run.get("node", hardware.node), attention=attention)
     planner.budget = planner.hardware.memory
     return planner
 
@@ -152,24 +171,46 @@ def parallelism_of(run: dict[str, Any]) -> Parallelism:
     return Parallelism(
         tensor_parallel_degree=run.get("tensor", 1),
         context_parallel_degree=run.get("context", 1),
+        expert_parallel_degree=run.get("experts", 1),
         enable_loss_parallel=run.get("loss_parallel", False),
     )
 
 
 _DATA = Parallelism()
-# A shape of one source alone: 14.84B parameters, as it says.
-_KEMPNER_13B = LlamaShape(128256, 40, 5120, 40, 8, 17920, 8192, tie_embeddings=False)
+# Shapes of one source alone: 14.84B and 175.0B parameters, as it says.
+_KEMPNER = {
+    "llama-13b-gqa": LlamaShape(128256, 40, 5120, 40, 8, 17920, 8192, tie_embeddings=False),
+    "llama-175b-gqa": LlamaShape(128256, 96, 12288, 96, 8, 39680, 8192, tie_embeddings=False),
+} | {f"experts-{n}": LlamaShape(128256, 24, 2048, 16, 4, 7168, 8192, tie_embeddings=False, experts=n) for n in (8, 16)}
 
 
 def program_of(model: str, length: int) -> Program:
     if model in mpt.SHAPES:
         return mpt.program(model, length)
-    return shapes.language_model(_KEMPNER_13B, length) if model == "llama-13b-gqa" else shapes.named(model, length)
+    if model in _KEMPNER:
+        return shapes.language_model(_KEMPNER[model], length)
+    if (told := tomllib.loads(FILE.read_text())["models"].get(model)) is None:
+        return shapes.named(model, length)
+    with TemporaryDirectory() as folder:
+        path = Path(folder, "config.json")
+        path.write_text(json.dumps(told))
+        return shapes.hugging_face(path, length)
+
+
+def _loss_of_own_dtype(model: Any, batch: Any, *, held: list[Any] | None) -> torch.Tensor:
+    """The loss of logits that nobody casts to float32. `held`: a program's variable, which has them until the next ones
+    come."""
+    tokens, targets = batch
+    found = model(tokens)
+    logits = getattr(found, "logits", found)
+    if held is not None:
+        held[:] = [logits]
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
 def has_axes(run: dict[str, Any]) -> bool:
-    """Whether a run belongs to a table over degrees of TP or CP."""
-    return "tensor" in run or "context" in run
+    """Whether a run belongs to a table over degrees of TP, CP or EP."""
+    return any(axis in run for axis in ("tensor", "context", "experts"))
 
 
 def compared(*, axes: bool) -> Iterator[Compared]:
@@ -182,8 +223,8 @@ def compared(*, axes: bool) -> Iterator[Compared]:
 def fit(rows: Iterable[Compared]) -> dict[str, tuple[float, ...]]:
     """The shares (matmul, attention, stream) of each hardware under which its fitted lines are the least wrong, by the
     mean absolute logarithm: a few lines with conditions that nobody stated shall not move it. Waits stay as they were
-    planned. Where there are fewer lines than shares, matmul alone is fitted. Lines of compiled models fit `fused`, with
-    the other shares as they are."""
+    planned, and so does attention by newer kernels than FlashAttention. Where there are fewer lines than shares, matmul
+    alone is fitted. Lines of compiled models fit `fused`, with the other shares as they are."""
     found: dict[str, tuple[float, ...]] = {}
     by_name: defaultdict[str, list[Compared]] = defaultdict(list)
     for row in rows:
@@ -193,16 +234,18 @@ def fit(rows: Iterable[Compared]) -> dict[str, tuple[float, ...]]:
         hardware = lines[0].plan.hardware
         compiled = lines[0].plan.strategy.compiled
         terms = []
+        old = [row for row in lines if row.run.get("attention") == "flash-1"]
         for row in lines:
             work, plan = row.plan.step.work, row.plan
             times = plan.strategy.accumulate
             moved = times * work.nbytes / hardware.bandwidth
             parts = (
                 times * work.matmul / hardware.flops2,
-                times * work.attention / hardware.flops2,
+                # Newer kernels have the share that was measured of them.
+                times * work.attention / hardware.flops2 if row in old else 0.0,
                 moved * (hardware.fused if compiled else 1.0) + plan.simulated.optimizer_seconds * hardware.stream,
             )
-            known = parts[0] / hardware.matmul + parts[1] / hardware.attention + parts[2] / hardware.stream
+            known = parts[0] / hardware.matmul + parts[1] / plan.hardware.attention + parts[2] / hardware.stream
             rest = plan.seconds - known
             terms.append((parts, moved, rest, plan.tokens / row.run["tokens_per_second"]))
 
@@ -222,7 +265,7 @@ def fit(rows: Iterable[Compared]) -> dict[str, tuple[float, ...]]:
         if compiled:
             found[name] = (min((n / 100 for n in range(5, 101)), key=wrong_fused),)
             continue
-        others = ([hardware.attention], [hardware.stream]) if len(lines) < 3 else (steps, steps)
+        others = (steps if old else [hardware.attention], steps if len(lines) >= 3 else [hardware.stream])
         found[name] = min(product(steps, *others), key=wrong)
     return found
 
@@ -292,7 +335,7 @@ def _describe(programs: Callable[[int | None], Program], plan: Parallelism = _DA
         alone=alone,
         recompute=recompute,
         tensor=plan.tensor_parallel_degree,
-        shared=plan.context_parallel_degree > 1,
+        shared=plan.context_parallel_degree > 1 or plan.expert_parallel_degree > 1,
     )
 
 
@@ -330,6 +373,21 @@ def summary(rows: list[Compared]) -> list[str]:
     return lines
 
 
+def memory_summary(rows: list[Compared]) -> list[str]:
+    """Median and largest errors of memory, by what was stated; and of active memory without and with micro-batches."""
+    lines = ["| memory | lines | median error | largest |", "|---|---|---|---|"]
+    kinds: dict[str, Callable[[dict[str, Any]], bool]] = {
+        "active, one micro-batch": lambda run: "active_gib" in run and run["accumulate"] == 1,
+        "active, micro-batches": lambda run: "active_gib" in run and run["accumulate"] > 1,
+        "reserved": lambda run: "reserved_gib" in run,
+    }
+    for name, belongs in kinds.items():
+        errors = [abs(row.memory_error) for row in rows if row.memory_error is not None and belongs(row.run)]
+        if errors:
+            lines.append(f"| {name} | {len(errors)} | {median(errors):.1%} | {max(errors):.1%} |")
+    return lines
+
+
 def document(rows: list[Compared], *, axes: bool) -> str:
     """The dated document."""
     if axes:
@@ -337,9 +395,17 @@ def document(rows: list[Compared], *, axes: bool) -> str:
 # Published runs over several axes beside their plans
 
 Written by `python -m benchmarks.plan_truth --axes --write`, from the lines of `benchmarks/published_runs.toml` whose
-ranks share layers (TP) or sequences (CP). Nothing was fitted to them: they were found after the shares of the hardware,
-and the times along axes were written before they were compared. No line was left out. Speed is of one device. Along CP
-the source gathers keys and values, and the plan exchanges heads.
+ranks share layers (TP) or sequences (CP), or whose layers have experts (EP). Nothing was fitted to them. No line was
+left out. Speed is of one device. Along CP the source gathers keys and values, and the plan exchanges heads. The sources
+add gradients of micro-batches in place; this library keeps the earlier ones until the backward is over.
+
+Changed after the first 26 lines had been seen, each with its source in `published_runs.toml` or
+`fullshard/plan/machine.py`:
+
+* Attention of H100 and H200 has the rate of torch's kernel, FlashAttention-2. What was assumed is 1.7 times as fast.
+* KempnerForge's states and losses are in bfloat16, and gradients of a step travel once. Its line of 70B on 8 devices is
+  micro 1 x 8 and not compiled, by its log; the table of its source says 2 x 4.
+* Products on H200 were those that H100 had in 2023.
 
 """
         rest = [
@@ -348,16 +414,30 @@ the source gathers keys and values, and the plan exchanges heads.
             "",
             *(f"* {each['line']} ({each['source']}): {each['because']}" for each in unasked()),
         ]
-        return head + "\n".join([*table(rows), "", *summary(rows), *rest, ""])
+        return head + "\n".join([*table(rows), "", *summary(rows), "", *memory_summary(rows), *rest, ""])
     ran = [row for row in rows if not row.plan.fits]
+    fitting = [row for row in rows if row.plan.fits]
     head = """\
 # Published runs beside their plans
 
 Written by `python -m benchmarks.plan_truth --write`. `benchmarks/published_runs.toml` has the lines and their sources;
 the hash of its name says whether a line sets the shares of its hardware (*fitted*) or not (*held out*). *later* lines
-were found after that, and never fitted. The held-out half had been looked at while the planner was written. The later
-lines were compared once before the shares were fitted again, by the same command, to the half that the hash gives; the
-factors of compiled units and of float8 had been set before, and stayed. No line was left out.
+were found after that, and never fitted. The held-out half had been looked at while the planner was written. No line was
+left out.
+
+Changed after the first 61 lines had been seen, each with its source in `published_runs.toml` or
+`fullshard/plan/machine.py`; then the shares of products were fitted again, by the same command, to the same half (A100
+0.74 to 0.70, H100 with 96 GB 0.58 to 0.66):
+
+* Attention has the rate of torch's kernel, FlashAttention-2. On H100 with 96 GB and H200 a faster one was assumed. The
+  lines of LLM Foundry keep the share of the kernel that they ran, which is older.
+* Products on H200 were those that H100 had in 2023. Now they are the largest ones' measured rate, times what A100 has.
+* The loss of `titan-h200` was compiled: it holds logits and their gradient alone.
+* KempnerForge's states and losses are in bfloat16, and gradients of a step travel once. Two lines of bf16 states have
+  4 and 16 micro-batches.
+
+The lines of `titan-382` and those of LLM Foundry after that of 1 x H200 were added at the same time; their errors were
+seen once, by this table.
 
 """
     lines = [
@@ -367,9 +447,17 @@ factors of compiled units and of float8 had been set before, and stayed. No line
         "",
         *summary(rows),
         "",
+        *memory_summary(rows),
+        "",
         f"Of {len(rows)} runs that were published, {len(ran)} do not fit by their plan:",
         "",
         *(f"* {name_of(row.run)}: {row.plan.peak_nbytes / 1e9:.1f} of {row.plan.budget / 1e9:.1f} GB" for row in ran),
+        "",
+        "They ran at the edge of their memory; LLM Foundry takes the largest micro-batch that does not fail (`auto`). "
+        "PyTorch's allocator then returns blocks to the device and asks for others, which waits for the device. A plan "
+        "does not have that time, and how much of it they had their sources do not say. Without these lines:",
+        "",
+        *summary(fitting),
         "",
     ]
     return head + "\n".join(lines)

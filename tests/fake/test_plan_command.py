@@ -346,13 +346,15 @@ def test_70b_on_1024_ranks_takes_seconds() -> None:
 def test_dials_of_storage_and_kernels(capsys: pytest.CaptureFixture[str]) -> None:
     entry = f"{__name__}:program"
     found = []
-    for given in ([], ["--storage-dtype", "bfloat16"], ["--compile"], ["--float8"]):
+    for given in ([], ["--storage-dtype", "bfloat16"], ["--compile"], ["--float8"], ["--compile-loss"]):
         assert main(["plan", entry, "--ranks", "2", "--json", *given]) == 0
         found.append(json.loads(capsys.readouterr().out))
-    plain, stored, compiled, float8 = found
+    plain, stored, compiled, float8, loss = found
     assert stored["strategy"]["storage_dtype"] == "bfloat16"
     assert 2 * stored["terms"]["parameters"] == plain["terms"]["parameters"]
     assert compiled["compute_seconds"] < plain["compute_seconds"] and compiled["peak_bytes"] == plain["peak_bytes"]
+    assert loss["strategy"]["compiled_loss"] and loss["compute_seconds"] < plain["compute_seconds"]
+    assert loss["phases"]["loss"]["loss"] < plain["phases"]["loss"]["loss"]
     assert float8["strategy"]["float8"] and float8["compute_seconds"] <= plain["compute_seconds"]
     assert main(["plan", entry, "--hardware", "a100-80g", "--float8"]) == 2
     assert "float8: expected a device" in capsys.readouterr().err

@@ -71,7 +71,8 @@ def add_command(commands: Any) -> None:
         "--recompute", choices=("none", "selective", "alternate", "whole"), help="activations (default: none)"
     )
     plan.add_argument("--storage-dtype", metavar="DTYPE", help="of shards and optimizer state (default: the model's)")
-    plan.add_argument("--compile", action="store_true", help="units and loss are compiled: times with fused operations")
+    plan.add_argument("--compile", action="store_true", help="units are compiled: times with fused operations")
+    plan.add_argument("--compile-loss", action="store_true", help="the loss is compiled: bytes of the loss, fused")
     plan.add_argument("--float8", action="store_true", help="linear layers in float8: their times")
     plan.add_argument("--param-dtype", metavar="DTYPE", help="of computation (default: bfloat16; on a CPU as stored)")
     plan.add_argument(
@@ -486,7 +487,8 @@ def _with_dials(strategy: Strategy, arguments: argparse.Namespace) -> Strategy:
         if value is not None:
             changes[name] = _dtype(value)
     strategy = replace(strategy, offload=arguments.offload or strategy.offload, **changes)
-    strategy = replace(strategy, compiled=arguments.compile, float8=arguments.float8)
+    strategy = replace(strategy, compiled=arguments.compile, compiled_loss=arguments.compile_loss)
+    strategy = replace(strategy, float8=arguments.float8)
     if arguments.offload_activations:
         strategy = strategy.with_activations(hosted=True)
     return strategy

@@ -299,6 +299,7 @@ def _strategy(strategy: Strategy) -> dict[str, Any]:
         "storage_dtype": strategy.storage or None,
         "even": strategy.even,
         "compiled": strategy.compiled,
+        "compiled_loss": strategy.compiled_loss,
         "float8": strategy.float8,
         "reduce_dtype": strategy.reduce or None,
         "micro_batch": strategy.micro,

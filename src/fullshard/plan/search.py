@@ -80,7 +80,8 @@ class Planner:
         """The plan of a strategy, with the model described at its own micro-batch."""
         ways = self._ways(strategy)
         model = self.model(strategy.micro, strategy.computed, sequence=sequence, alone=alone, recompute=ways)
-        return self._planned(model, steps_of(model, ways), replace(strategy, recompute=ways))
+        step = steps_of(model, ways, compiled_loss=strategy.compiled_loss)
+        return self._planned(model, step, replace(strategy, recompute=ways))
 
     def estimate(self, strategy: Strategy) -> Plan:
         """The same from the model at one and two samples: every figure is taken to be linear in them."""
@@ -88,9 +89,9 @@ class Planner:
         one, two = (self.model(n, strategy.computed, recompute=ways) for n in (1, 2))
         steps = []
         for model in (one, two):
-            key = (model.samples, strategy.computed, ways)
+            key = (model.samples, strategy.computed, ways, strategy.compiled_loss)
             if key not in self._steps:
-                self._steps[key] = steps_of(model, ways)
+                self._steps[key] = steps_of(model, ways, compiled_loss=strategy.compiled_loss)
             steps.append(self._steps[key])
         return self._planned(one, scaled(steps[0], steps[1], strategy.micro), replace(strategy, recompute=ways))
 

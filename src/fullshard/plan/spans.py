@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from .compiled import with_compiled_loss
 from .description import MESSAGE, OUTSIDE, WAIT, Kind, Line, Model, Sent, Tape
 from .recomputation import AGAIN, ALL_ON_HOST, FROM_HOST, NONE, RECOMPUTATIONS, TO_HOST, is_matmul, is_way, recomputed
 
@@ -94,8 +95,9 @@ class Step:
         return sum(nbytes for _, nbytes in self.held)
 
 
-def steps_of(model: Model, recompute: str | Sequence[str] = NONE) -> Step:
-    """The step of `model`. `recompute`: a way (`recomputation`) for all units but the root, or one for each unit."""
+def steps_of(model: Model, recompute: str | Sequence[str] = NONE, *, compiled_loss: bool = False) -> Step:
+    """The step of `model`. `recompute`: a way (`recomputation`) for all units but the root, or one for each unit.
+    `compiled_loss`: as in `Strategy`."""
     ways = [recompute] * len(model.units) if isinstance(recompute, str) else list(recompute)
     for way in ways:
         if not is_way(way):
@@ -105,6 +107,8 @@ def steps_of(model: Model, recompute: str | Sequence[str] = NONE) -> Step:
         ways[0] = NONE
     tape = model.tape
     lines = tape.lines if all(way in (NONE, ALL_ON_HOST) for way in ways) else recomputed(tape, ways)
+    if compiled_loss:
+        return _spans(tape, with_compiled_loss(tape, lines), model.samples)
     return _spans(tape, lines, model.samples)
 
 

@@ -67,8 +67,9 @@ class Strategy:
     (`send_each`: each does). `recompute`: a way (`recomputation`), or one for each unit; with `+host` what it keeps is
     on the host. `tensor`: ranks that share each layer; `context`: ranks that share each sequence, of those that share
     the parameters; `experts`: ranks that have different experts, of both. `even`: a parameter whose rows the ranks
-    cannot share evenly is cut along another dim, if they can share that (`shard_placement_fn`). `compiled`: units and
-    loss are compiled, which changes times alone; `float8`: so do linear layers in float8, whose gathers have `compute`.
+    cannot share evenly is cut along another dim, if they can share that (`shard_placement_fn`). `compiled`: units are
+    compiled, which changes times alone; `float8`: so do linear layers in float8, whose gathers have `compute`;
+    `compiled_loss`: the loss is, which changes what it holds (`compiled`).
     `hosts`: on which the ranks are, equally many on each; `levels`: messages may go in two levels between them.
 
     >>> Strategy(ranks=16, replicas=2).shard, Strategy(ranks=16, replicas=2, tensor=4).shard
@@ -94,6 +95,7 @@ class Strategy:
     tensor: int = 1
     context: int = 1
     compiled: bool = False
+    compiled_loss: bool = False
     float8: bool = False
     experts: int = 1
     hosts: int = 1
@@ -201,6 +203,7 @@ class Strategy:
         else:
             words.append("recompute by unit")
         words += ["even placement"] * self.even + ["compiled"] * self.compiled + ["float8"] * self.float8
+        words += ["compiled loss"] * self.compiled_loss
         words += ["activations on the host"] * self.hosts_activations
         words += ["each reduced"] * (self.send_each and self.accumulate > 1) + ["offload"] * self.offload
         return ", ".join(words)
