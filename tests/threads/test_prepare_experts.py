@@ -283,12 +283,13 @@ def test_experts_of_hugging_face(kind: str, sizes: dict[str, Any], plan: dict[st
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.threads_only(reason="errors before anything is sent")
-def test_fused_experts_are_not_cut() -> None:
+def test_fused_experts_get_whole_sequences() -> None:
+    """Their routers know no parts of tokens: experts would get each of them twice, and gradients of twice the size."""
     installed.needs("transformers")
 
     def rank_main(rank: int) -> None:
-        plan = {**EP, **TP, "expert_tensor_parallel_degree": 2}
-        with pytest.raises(ConfigError, match=r"gate and up apart, found them as one parameter in model\.layers\.0"):
+        plan = {**EP, **TP, "styles": {"model.layers.*.post_attention_layernorm": "sequence->whole"}}
+        with pytest.raises(ConfigError, match=r"expected whole sequences between layers, .* experts model\.layers\.0"):
             prepare_fully_shard(hugging_face("Mixtral", **MIXTRAL), parallelism=plan, show=False)
 
     run_ranks(4, rank_main)

@@ -133,6 +133,28 @@ class ExpertLine:
             self._count("parts", padded.nbytes)
         return out[:total]
 
+    def gates_and_ups(self, rows: Tensor, *, back: bool = False) -> Tensor:
+        """(n, 2F / parts) -> the same shape: of all ranks' features, F gates and F ups, each rank along `tp` has a
+        neighbouring part, and gets its part of the gates, then its part of the ups. back: the opposite."""
+        parts, number = self.parts, len(rows)
+        if parts == 1 or not number or (self._tokens is not None and self._sends_nothing(self._tokens)):
+            return rows.clone()
+        assert self._tokens is not None
+        units = rows.view(number, 2, -1).transpose(0, 1)
+        numel = units[0].numel()
+        # Unit u of 2 * parts is held by the rank u // 2, and wanted by u % parts.
+        held, wanted = [2 * self.part, 2 * self.part + 1], [self.part, self.part + parts]
+        have, want = (wanted, held) if back else (held, wanted)
+        to = [unit // 2 if back else unit % parts for unit in have]
+        of = [unit % parts if back else unit // 2 for unit in want]
+        send, take = sorted((0, 1), key=lambda k: to[k]), sorted((0, 1), key=lambda k: of[k])
+        leaving, arriving = ([ranks.count(rank) * numel for rank in range(parts)] for ranks in (to, of))
+        out = rows.new_empty((2, number, rows.shape[1] // 2))
+        with self._line(self._tokens, "parts of gates") as line:
+            line.exchange(out.view(-1), units[send].contiguous().view(-1), arriving, leaving).wait()
+        self._count("gates", (2 * numel - leaving[self.part]) * rows.itemsize)
+        return out[take].transpose(0, 1).reshape(number, -1)
+
     def sum(self, tensor: Tensor) -> Tensor:
         """The sum over the ranks along `tp`, as a new tensor."""
         total = tensor.contiguous().clone()

@@ -2,7 +2,6 @@
 
     MixtureOfExperts     a feed-forward layer of experts: router, balance loss, `Experts`
     Experts              their weights, each of three dims; also on one rank alone
-    FusedExperts         what is put above the class of experts of Hugging Face's models, whose weights it leaves
     routed               tokens to experts and back: sorted, sent by an all-to-all with unequal splits, put together
 
 Letters in shapes: N tokens, K experts of each token, E experts, D width, F width of an expert.
@@ -34,9 +33,9 @@ def routed(
 ) -> Tensor:
     """The sum over the experts of each token of weight times output, (N, D) in the dtype of `tokens`.
 
-    tokens: (N, D). index: (N, K), int64, numbers of experts. weights: (N, K). compute: (rows, how many are for each
-    expert that is here) -> rows; it runs also without rows, so that all ranks send the same messages. line: the ranks
-    that divide the experts; None: all are here.
+    tokens: (N, D). index: (N, K), int64, numbers of experts, or `experts` for none. weights: (N, K). compute: (rows,
+    how many are for each expert that is here) -> rows; it runs also without rows, so that all ranks send the same
+    messages. line: the ranks that divide the experts; None: all are here.
     """
     total, slices = len(tokens), line is not None and line.parts > 1 and not line.cut and not line.divided
     if line is not None and line.cut:
@@ -47,17 +46,18 @@ def routed(
         tokens, weights = _part(line, tokens, total), _part(line, weights, total)
         index = line.of_part(index)  # type: ignore[union-attr]
     each = index.shape[1]
+    # Of the meta device a plan knows shapes alone.
+    counts = index.new_empty(experts) if index.is_meta else torch.bincount(index.reshape(-1), minlength=experts)
+    if len(counts) > experts:
+        index, weights, counts = _without_none(index, weights, experts)
     order = index.reshape(-1).argsort(stable=True)
     back = _inverse(order)
     rows = _taken(tokens, order, back, each)
     if tokens.is_meta and line is None:  # shapes alone: as many for each
         rows = compute(rows, [len(rows) // experts + (e < len(rows) % experts) for e in range(experts)])
     elif line is None:
-        rows = compute(rows, torch.bincount(index.reshape(-1), minlength=experts).tolist())
+        rows = compute(rows, counts.tolist())
     else:
-        # Of the meta device a plan knows shapes alone.
-        flat = index.reshape(-1)
-        counts = flat.new_empty(experts) if flat.is_meta else torch.bincount(flat, minlength=experts)
         dtype = str(tokens.dtype).removeprefix("torch.")
         facts = f"{experts} experts, {each} for each token, width {tokens.shape[1]}, {dtype}"
         route = line.route(counts, facts, len(rows))
@@ -75,6 +75,18 @@ def routed(
     if slices:
         return _together(line, out, total)
     return _summed(line, out) if line is not None and line.cut else out
+
+
+def _without_none(index: Tensor, weights: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    """A token that chose no expert goes to the last one, with a weight of 0: routers have `experts` for it."""
+    if int(index.max()) > experts:
+        raise ValueError(
+            f"experts: expected numbers of experts of at most {experts}, which stands for none, found "
+            f"{int(index.max())}; give the router as many outputs as there are experts"
+        )
+    none = index == experts
+    index = index.masked_fill(none, experts - 1)
+    return index, weights.masked_fill(none, 0.0), torch.bincount(index.reshape(-1), minlength=experts)
 
 
 def _inverse(order: Tensor) -> Tensor:
@@ -134,6 +146,18 @@ class _Together(torch.autograd.Function):
         return None, ctx.line.of_part(grad).contiguous(), None
 
 
+class _GatesAndUps(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, line: ExpertLine, rows: Tensor) -> Tensor:
+        ctx.line = line
+        return line.gates_and_ups(rows)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:
+        return None, ctx.line.gates_and_ups(grad, back=True)
+
+
 class _OfAll(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, line: ExpertLine, tensor: Tensor) -> Tensor:
@@ -168,20 +192,25 @@ _exchanged = functools.partial(_apply, _Exchanged)
 _part = functools.partial(_apply, _Part)
 # The opposite: its gradient, which is equal along tp, is cut.
 _together = functools.partial(_apply, _Together)
+# From this rank's part of the features (gates, ups) to its parts of both.
+gates_and_ups = functools.partial(_apply, _GatesAndUps)
 # A tensor that is equal along tp, whose gradient is a sum over the ranks.
 of_all = functools.partial(_apply, _OfAll)
 # The sum of what the ranks along tp have; its gradient is equal on all of them.
 _summed = functools.partial(_apply, _Summed)
 
 
-def products(rows: Tensor, weights: Tensor, counts: list[int]) -> Tensor:
-    """Each group of rows times the weight of its expert: rows (n, in), weights (experts, out, in) -> (n, out).
+def products(rows: Tensor, weights: Tensor, counts: list[int], bias: Tensor | None = None) -> Tensor:
+    """Each group of rows times the weight of its expert: rows (n, in), weights (experts, out, in), bias (experts, out)
+    -> (n, out).
 
     An expert without rows gets a gradient of zeros."""
+    each = [None] * len(counts) if bias is None else bias.unbind()
     if rows.device.type == "cuda" and rows.dtype == torch.bfloat16:
-        return in_one_kernel(rows, weights, counts)
-    parts = zip(rows.split(counts), weights.unbind(), strict=True)
-    return torch.cat([F.linear(part, weight) for part, weight in parts])
+        out = in_one_kernel(rows, weights, counts)
+        return out if bias is None else torch.cat([a + b for a, b in zip(out.split(counts), bias, strict=True)])
+    parts = zip(rows.split(counts), weights.unbind(), each, strict=True)
+    return torch.cat([F.linear(part, weight, one) for part, weight, one in parts])
 
 
 def in_one_kernel(rows: Tensor, weights: Tensor, counts: list[int]) -> Tensor:
@@ -224,28 +253,6 @@ class Experts(nn.Module):
             return products(F.silu(products(rows, gate, counts)) * products(rows, up, counts), down, counts)
 
         return routed(tokens, index, weights, self.num_experts, compute, self.line)
-
-
-class FusedExperts(nn.Module):
-    """The forward of experts as Hugging Face's models have them, with gate and up in one parameter: above their class.
-
-    gate_up_proj: (E, 2F, D). down_proj: (E, D, F).
-    """
-
-    line: ExpertLine | None = None
-    gate_up_proj: Tensor
-    down_proj: Tensor
-    act_fn: Callable[[Tensor], Tensor]
-    num_experts: int
-
-    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        gate_up, down = _here(self.gate_up_proj), _here(self.down_proj)
-
-        def compute(rows: Tensor, counts: list[int]) -> Tensor:
-            gate, up = products(rows.to(gate_up.dtype), gate_up, counts).chunk(2, -1)
-            return products(self.act_fn(gate) * up, down, counts)
-
-        return routed(hidden_states, top_k_index, top_k_weights, self.num_experts, compute, self.line)
 
 
 class MixtureOfExperts(nn.Module):

@@ -16,7 +16,7 @@ from torch.distributed.tensor.parallel import loss_parallel
 
 from ..keys import ConfigError
 from .axes import Axes
-from .experts import count_experts, find_experts
+from .experts import find_experts, shape_with_experts
 from .noted import Note, experts_noted, sequences_noted
 from .parallelism import ModelShape, Parallelism
 from .tensor_parallel import Division, Replaced, apply_styles, divide, shape_for, shape_of
@@ -65,6 +65,8 @@ def declare(model: nn.Module, plan: Parallelism, world: int, *, sequence: int = 
     tree = Tree(model)
     division = divide(tree, plan)
     shape = replace(shape_for(tree, division, shape_of(model)), sequence=sequence)
+    if plan.expert_parallel_degree > 1:
+        shape = shape_with_experts(tree, find_experts(tree, plan), shape, sequence=division.sequence)
     if division.sequence:
         plan = replace(plan, enable_sequence_parallel=True)
     return Declared(plan, plan.on(world, shape), division, shape)
@@ -82,7 +84,7 @@ def broken_rules(model: nn.Module, plan: Parallelism, world: int, *, sequence: i
     plan = replace(plan, enable_sequence_parallel=True) if division.sequence else plan
     if plan.expert_parallel_degree > 1:
         try:
-            shape = replace(shape, experts=count_experts(tree, find_experts(tree, plan)))
+            shape = shape_with_experts(tree, find_experts(tree, plan), shape, sequence=division.sequence)
         except ConfigError as error:
             return [str(error)], ""
     broken = plan.broken(world, shape)

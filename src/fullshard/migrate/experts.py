@@ -15,25 +15,26 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement
 
 from ..comm import ExpertLine
 from ..engine.names import clean_name
 from ..engine.unit import Unit, unit_of
-from ..extras.experts import Experts, FusedExperts
+from ..extras.experts import Experts, MixtureOfExperts
+from ..extras.fused_experts import FusedExperts, FusedLayout, layout_of
 from ..keys import ConfigError
 from ..policy import MixedPrecisionPolicy
 from .axes import Axes
-from .parallelism import Parallelism
+from .parallelism import ModelShape, Parallelism
 from .styles import Style, expanded
 from .tensor_parallel import Replaced
 from .tree import Tree, class_of
 from .wrapping import UnitPlan
 
 EXPERT_SHARDS = "efsdp"
-# The dim of each parameter along which `etp` cuts it, beside `ep` along dim 0.
-CUT_BY_ETP = {"gate": 1, "up": 1, "down": 2}
+# The dim of each parameter of `Experts` along which `etp` cuts it, beside `ep` along dim 0.
+_CUT_BY_ETP = {"gate": 1, "up": 1, "down": 2}
 
 
 @dataclass(frozen=True)
@@ -60,51 +61,79 @@ def find_experts(tree: Tree, plan: Parallelism) -> tuple[str, ...]:
             raise ConfigError(f'parallelism.styles["{asked[0]}"] = "expert": {problem}; nearest valid: "keep"')
         own = (name for module, name in tree.names.items() if isinstance(module, Experts))
         return tuple(own) if plan.tensor_parallel_degree > 1 else ()
+    why = {name: _why_not(tree.modules[name]) for name in asked}
     for name in asked:
-        if not _are_experts(tree.modules[name]):
+        if why[name] is not None:
             raise ConfigError(
                 f'parallelism.styles["{name}"] = "expert": expected a module with the weights of all experts as '
-                f"gate_up_proj and down_proj, or a fullshard.Experts, found a {class_of(tree.modules[name])}; nearest "
-                f'valid: "keep"'
+                f"gate_up_proj and down_proj, or a fullshard.Experts, found a {class_of(tree.modules[name])}"
+                f'{", but " if why[name] else ""}{why[name]}; nearest valid: "keep"'
             )
     kept = {name for name, style in styles.items() if style.kind == "keep"}
-    names = [name for module, name in tree.names.items() if name not in kept and _are_experts(module)]
+    why |= {name: _why_not(module) for module, name in tree.names.items() if name not in kept and name not in why}
+    names = [name for name in tree.names.values() if name in why and why[name] is None]
     if not names:
+        found = next(
+            (f"{name}, a {class_of(tree.modules[name])}, but {text}" for name, text in why.items() if text), ""
+        )
         raise ConfigError(
             f"parallelism.expert_parallel_degree = {plan.expert_parallel_degree}: expected experts in "
-            f"{class_of(tree.model)}, found none; nearest valid: expert_parallel_degree = 1"
+            f"{class_of(tree.model)}, found {found or 'none'}; nearest valid: expert_parallel_degree = 1"
         )
     if plan.expert_tensor_parallel_degree > 1:
-        fused = [name for name in names if not isinstance(tree.modules[name], Experts)]
-        if fused:
-            raise ConfigError(
-                f"parallelism.expert_tensor_parallel_degree = {plan.expert_tensor_parallel_degree}: expected experts "
-                f"with gate and up apart, found them as one parameter in {fused[0]}; nearest valid: 1"
-            )
+        for name in names:
+            layout = fused_layout(tree.modules[name])
+            if layout is not None and not layout.can_be_cut:
+                raise ConfigError(
+                    f"parallelism.expert_tensor_parallel_degree = {plan.expert_tensor_parallel_degree}: expected "
+                    f"features of gate and up in two halves or in pairs, so that ranks have parts of both, found "
+                    f"another gate in {name}, a {class_of(tree.modules[name])}; nearest valid: 1"
+                )
     return tuple(names)
 
 
-def count_experts(tree: Tree, names: Iterable[str]) -> int:
-    """The number that a degree has to divide: of experts, or what divides them all where layers have different ones."""
-    return math.gcd(*(tree.modules[name].num_experts for name in names))  # type: ignore[arg-type]
+def shape_with_experts(tree: Tree, names: Sequence[str], shape: ModelShape, *, sequence: bool) -> ModelShape:
+    """`shape` with the numbers that degrees have to divide: of experts, and of the features of fused ones; where
+    layers have different ones, what divides them all. sequence: whether each rank along tp has a part of the tokens,
+    which routers of other libraries do not know; raises `ConfigError` for fused experts then."""
+    modules: list[Any] = [tree.modules[name] for name in names]
+    for name, module in zip(names if sequence else (), modules, strict=False):
+        if not isinstance(module, Experts):
+            raise ConfigError(
+                f"parallelism.styles: expected whole sequences between layers, because each rank along tp sends its "
+                f"part of all tokens to the experts {name}, found parts of them; nearest valid: styles without "
+                f'"sequence"'
+            )
+    experts = math.gcd(*(module.num_experts for module in modules))
+    width = math.gcd(*(_width(module) for module in modules if not isinstance(module, Experts)))
+    return replace(shape, experts=experts, expert_width=width)
 
 
-def _are_experts(module: nn.Module) -> bool:
-    """Whether it has the weights of experts as `Experts`, or as Hugging Face's models have them."""
-    if isinstance(module, Experts):
-        return True
-    own = dict(module.named_parameters())
-    if set(own) != {"gate_up_proj", "down_proj"} or any(p.ndim != 3 for p in own.values()):
-        return False
-    fused, down = own["gate_up_proj"].shape, own["down_proj"].shape
-    others = (getattr(module, name, False) for name in ("is_transposed", "has_bias", "has_post_expert_norm"))
-    return (
-        fused[0] == down[0] == getattr(module, "num_experts", None)
-        and (fused[1], fused[2]) == (2 * down[2], down[1])
-        and not any(others)
-        and all(getattr(module, name, True) for name in ("has_gate", "is_concatenated"))
-        and callable(getattr(module, "act_fn", None))
-    )
+def _width(module: Any) -> int:
+    """F of fused experts."""
+    layout, down = fused_layout(module), module.down_proj
+    assert layout is not None
+    return int(down.shape[1 if layout.transposed else 2])
+
+
+def fused_layout(module: nn.Module) -> FusedLayout | None:
+    """The layout of fused experts; None of others."""
+    if isinstance(module, FusedExperts):
+        return module.layout
+    found = None if isinstance(module, Experts) else layout_of(module)
+    return found if isinstance(found, FusedLayout) else None
+
+
+def cut_by_etp(module: nn.Module, attribute: str) -> int | None:
+    """The dim of a parameter of experts along which `etp` cuts it; None if it is whole on each rank."""
+    layout = fused_layout(module)
+    return _CUT_BY_ETP[attribute] if layout is None else layout.cut(attribute)
+
+
+def _why_not(module: nn.Module) -> str | None:
+    """None of experts that can be divided; else why not, "" for another module."""
+    found = None if isinstance(module, Experts) else layout_of(module)
+    return found if isinstance(found, str) else None
 
 
 def without_experts(styles: Mapping[str, str]) -> dict[str, str]:
@@ -179,15 +208,15 @@ def apply_experts(
     assert own is not None
     for name in names:
         module: Any = tree.modules[name]
-        if not isinstance(module, Experts):
-            module.__class__ = above(type(module))  # type: ignore[arg-type]
+        send_by(module)
         tp = whole["tp"].get_group() if "tp" in (whole.mesh_dim_names or ()) else None
         module.line = ExpertLine(own.get_group(0), tp, experts.ranks, _device(whole), cut=own.ndim > 1, name=name)
         module.line.divided = divided
         for attribute, old in dict(module.named_parameters(recurse=False)).items():
             placements: list[Placement] = [Shard(0)]
             if own.ndim > 1:
-                placements.append(Shard(CUT_BY_ETP[attribute]))
+                dim = cut_by_etp(module, attribute)
+                placements.append(Replicate() if dim is None else Shard(dim))
             value = distribute_tensor(old.detach(), own, placements, src_data_rank=None)
             new = nn.Parameter(value, requires_grad=old.requires_grad)
             new.__dict__.update(old.__dict__)
@@ -200,8 +229,16 @@ def _device(mesh: DeviceMesh) -> torch.device:
     return torch.device(kind) if kind == "cpu" else torch.device(kind, torch.get_device_module(kind).current_device())
 
 
+def send_by(module: Any) -> None:
+    """Put the forward that sends tokens above that of the class of fused experts."""
+    if (layout := fused_layout(module)) is not None:
+        module.layout = layout
+        kind: Any = type(module)
+        module.__class__ = _above(kind)
+
+
 @functools.cache
-def above(kind: Any) -> type[nn.Module]:
+def _above(kind: Any) -> type[nn.Module]:
     """The class of experts with our forward above its own; under its own name."""
     return type(kind.__name__, (FusedExperts, kind), {"__module__": kind.__module__, "__doc__": kind.__doc__})
 
@@ -235,7 +272,7 @@ class Divisors:
         batch = self.axes.averaged
         for name, unit, ranks in self.fewer:
             found = unit.settings.controls.divide_factor or ranks
-            if found != batch and self.axes.cp > 1 and not _are_experts(unit.module):
+            if found != batch and self.axes.cp > 1 and not isinstance(unit.module, (Experts, FusedExperts)):
                 raise RuntimeError(
                     f"cp: expected the parameters of {name} on the {batch} ranks over which gradients are averaged, "
                     f"because those along cp have parts of the same sequences, found a mesh of {ranks} ranks; shard it "

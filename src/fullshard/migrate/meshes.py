@@ -31,10 +31,13 @@ def data_mesh(whole: DeviceMesh, axes: Axes) -> DeviceMesh:
     cut: DeviceMesh = flattened_axes(whole[axes.cut], FOLDED) if folded else whole[axes.cut[0]]
     if axes.dp_replicate == 1:
         return cut
-    found: DeviceMesh = (
-        concatenated_mesh([whole["dp_replicate"], cut]) if folded else whole["dp_replicate", axes.cut[0]]
-    )
+    found: DeviceMesh = with_copies(whole["dp_replicate"], cut) if folded else whole["dp_replicate", axes.cut[0]]
     return found
+
+
+def with_copies(copies: DeviceMesh, cut: DeviceMesh) -> DeviceMesh:
+    """The axis of copies, then the folded one along which parameters are cut, as one mesh."""
+    return concatenated_mesh([copies, cut])
 
 
 def folded(whole: DeviceMesh, axes: tuple[str, ...], name: str) -> DeviceMesh:

@@ -12,9 +12,8 @@ from torch import Tensor, nn
 
 from ..comm import ExpertLine, SequenceLine, TokenRoute
 from ..extras import ContextParallel
-from ..extras.experts import Experts
 from ..layout import SequenceSplit
-from .experts import CUT_BY_ETP, above, find_experts
+from .experts import cut_by_etp, find_experts, send_by
 from .parallelism import Parallelism
 from .tree import Tree
 
@@ -108,6 +107,12 @@ class _Experts(ExpertLine):
         self._note("tp", "all_gather of tokens", padded.nbytes)
         return padded.new_empty((self.parts * len(padded), *part.shape[1:]))[:total]
 
+    def gates_and_ups(self, rows: Tensor, *, back: bool = False) -> Tensor:
+        if self.parts > 1:
+            # The first rank keeps its part of the gates, and has no part of the ups.
+            self._note("tp", "all_to_all of gates", rows.nbytes // 2)
+        return rows.clone()
+
     def sum(self, tensor: Tensor) -> Tensor:
         total = tensor.contiguous().clone()
         if self.parts > 1:
@@ -134,14 +139,14 @@ def experts_noted(model: nn.Module, plan: Parallelism, ranks: int, note: Note, *
     shards = ranks // (degree * own)
     for name in find_experts(tree, plan):
         module: Any = tree.modules[name]
-        if not isinstance(module, Experts):
-            module.__class__ = above(type(module))  # type: ignore[arg-type]
+        send_by(module)
         module.line = _Experts(degree, parts, note, cut=own > 1, divided=divided, name=name)
         here = module.num_experts // degree
         for attribute, old in dict(module.named_parameters(recurse=False)).items():
             shape = [here, *old.shape[1:]]
-            if own > 1:
-                shape[CUT_BY_ETP[attribute]] //= own
+            dim = cut_by_etp(module, attribute) if own > 1 else None
+            if dim is not None:
+                shape[dim] //= own
             new: Any = nn.Parameter(old.detach().new_empty(shape), requires_grad=old.requires_grad)
             new.cut_over = shards, 0 if here % shards == 0 else 1
             module.register_parameter(attribute, new)

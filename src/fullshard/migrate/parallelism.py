@@ -108,6 +108,7 @@ class ModelShape:
     sequence: int = 0
     experts: int = 0
     layers: int = 0
+    expert_width: int = 0
 
     @classmethod
     def of(cls, config: Any) -> ModelShape:
@@ -229,6 +230,7 @@ class Parallelism(ParallelismKeys):
         if self.enable_sequence_parallel is True:
             yield tensor, "tokens of a part of a sequence", shape.sequence // axes.cp, axes.tp
         yield "expert_parallel_degree", "experts", shape.experts, axes.ep
+        yield "expert_tensor_parallel_degree", "width of an expert", shape.expert_width, axes.etp
 
     def _nearest(self, world: int, shape: ModelShape) -> str:
         """The legal plan whose degrees differ least from the ones asked for, in octaves."""

@@ -36,11 +36,11 @@ from .config import AUTO, DEFAULT, Override, ShardingConfig
 from .experts import (
     ExpertDivision,
     apply_experts,
-    count_experts,
     divide_experts,
     divide_gradients,
     expert_units,
     find_experts,
+    shape_with_experts,
     unit_arguments,
 )
 from .initialise import Init, fill, send_values, source_of
@@ -410,7 +410,7 @@ def _parallel(
     everyone = resolve_mesh(None)
     shape = shape_for(tree, division, shape_of(tree.model))
     if names:
-        shape = replace(shape, experts=count_experts(tree, names))
+        shape = shape_with_experts(tree, names, shape, sequence=division.sequence)
     axes = plan.on(everyone.size(), shape)
     config.degrees(everyone.size())
     meshes = build_meshes(axes, everyone.device_type) if mesh is None else check_mesh(mesh, axes)
