@@ -72,6 +72,14 @@ SEQUENCES = "tests.harness.verified_sequences:"
         ("of_experts", "zero3+ep=2", 2),
         pytest.param("of_experts", "zero3+hsdp=2+ep=2", 4, marks=pytest.mark.slow),
         pytest.param("of_experts", "zero3+cp=2+ep=4", 4, marks=pytest.mark.slow),
+        pytest.param("sequences", "zero3+hsdp=2+cp=2", 4, marks=pytest.mark.slow),
+        pytest.param("sequences", "zero2+hsdp=2+micro=2+cp=2", 8, marks=pytest.mark.slow),
+        pytest.param("sequences", "zero3+tp=2+cp=2+sp+lp", 4, marks=pytest.mark.slow),
+        pytest.param("of_experts", "zero3+tp=2+ep=2+sp", 4, marks=pytest.mark.slow),
+        pytest.param("of_experts", "zero3+tp=2+ep=4", 4, marks=pytest.mark.slow),
+        pytest.param("of_experts", "zero3+tp=2+sp", 2, marks=pytest.mark.slow),
+        pytest.param("of_experts", "zero3+tp=2+ep=2+etp+sp", 4, marks=pytest.mark.slow),
+        pytest.param("of_experts", "zero3+hsdp=2+recompute+tp=2+ep=2", 8, marks=pytest.mark.slow),
     ],
 )
 def test_sequences_and_experts_are_equal_to_one_process(

@@ -23,7 +23,8 @@ A strategy is made of words with + between them:
   hsdp=N tp=N             N replicas; tensor parallelism over N ranks, by the program's `parallelize` or the model's own
                           styles; sp, lp beside it: with sequence parallelism, with the loss of logits that stay cut
   cp=N ep=N               sequences cut over N ranks: batches are tensors, or a mapping, with tokens along their second
-                          dim, and with the positions that the model needs; experts divided over N ranks
+                          dim, and with the positions that the model needs; experts divided over N ranks;
+                          etp beside tp=N and ep=N: each expert cut over the ranks of tp
   pp=N                    layers over N ranks, with micro=N micro-batches in a step; beside it a schedule, such as 1F1B,
                           and stages=N of each rank. The program has a loss_fn(output, target)
   bf16 fp16               computed with in that dtype, reduced in float32; fp16 with a scaled loss

@@ -21,7 +21,7 @@ from torch.distributed.tensor.placement_types import Placement
 from ..comm import ExpertLine
 from ..engine.names import clean_name
 from ..engine.unit import Unit, unit_of
-from ..extras.experts import Experts, MixtureOfExperts
+from ..extras.experts import Experts
 from ..extras.fused_experts import FusedExperts, FusedLayout, layout_of
 from ..keys import ConfigError
 from ..policy import MixedPrecisionPolicy

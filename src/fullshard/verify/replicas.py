@@ -118,10 +118,10 @@ def _firsts(own: Tensor, mesh: DeviceMesh) -> Tensor:
 
 
 def _is_split(parameter: nn.Parameter) -> bool:
-    """Whether tensor parallelism cuts it."""
+    """Whether ranks along tp have different parts of it: tensor parallelism cuts it, or these ranks divide experts."""
     if not isinstance(parameter, DTensor):
         return False
     axes = parameter.device_mesh.mesh_dim_names or ()
-    return any(
+    return "ep" in axes or any(
         axis == "tp" and placement.is_shard() for axis, placement in zip(axes, parameter.placements, strict=True)
     )

@@ -20,8 +20,6 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from fullshard.migrate import ConfigError
 from fullshard.migrate.declared import declare
-from fullshard.migrate.experts import find_experts
-from fullshard.migrate.tree import Tree
 from fullshard.program import Program, ProgramError, find_program
 
 from .applicable import Applicable
@@ -217,9 +215,7 @@ def _check_division(program: Program, strategy: Strategy, world: int) -> None:
             raise ProgramError(f"{strategy}: {problem}; leave the words out, or that")
         return
     try:
-        model = program.model()
-        declare(model, strategy.parallelism, world)
-        find_experts(Tree(model), strategy.parallelism)
+        declare(program.model(), strategy.parallelism, world)
     except ConfigError as error:
         raise ProgramError(f"{strategy}: {error}") from error
 

@@ -21,7 +21,8 @@ class Strategy:
     "fp16", in which parameters are computed with, and reduced in float32, or with `pure` in it; "fp16" with a scaled
     loss. `norms`: beside it, torch's norms compute in the dtype of their parameters. `micro`: micro-batches of a step,
     of which the last synchronises. `tensor`: ranks of an axis of tensor parallelism; `sequence`, `loss`: with sequence
-    and with loss parallelism over it. `context`: ranks that share each sequence; `experts`: that have different ones.
+    and with loss parallelism over it. `context`: ranks that share each sequence; `experts`: that have different ones;
+    `cut`: each expert is divided over the ranks of `tensor`.
     pipeline: ranks that have different layers, `stages` of them each (0: as `schedule` has it), with `micro`
     micro-batches in a step.
 
@@ -44,6 +45,7 @@ class Strategy:
     loss: bool = False
     context: int = 1
     experts: int = 1
+    cut: bool = False
     pipeline: int = 1
     stages: int = 0
     schedule: str = "1F1B"
@@ -55,7 +57,7 @@ class Strategy:
         words += ["pure"] * self.pure + ["norms"] * self.norms
         words += ["offload"] * self.offload + ["recompute"] * self.recompute
         words += [f"{name}={numbers[name]}" for name in numbers if numbers[name] > 1]
-        words += ["sp"] * self.sequence + ["lp"] * self.loss
+        words += ["etp"] * self.cut + ["sp"] * self.sequence + ["lp"] * self.loss
         if self.pipeline > 1:
             words += [f"pp={self.pipeline}", self.schedule] + [f"stages={self.stages}"] * (self.stages > 1)
         return "+".join(words)
@@ -70,6 +72,7 @@ class Strategy:
             data_parallel_replicate_degree=self.replicas,
             context_parallel_degree=self.context,
             expert_parallel_degree=self.experts,
+            expert_tensor_parallel_degree=self.tensor if self.cut else 1,
             pipeline_parallel_degree=self.pipeline,
             pipeline_parallel_schedule=self.schedule,
             pipeline_parallel_stages_per_rank=self.stages,
@@ -103,14 +106,12 @@ class Strategy:
         if world % copies:
             raise ValueError(f"{self}: expected a world that {copies} divides, found {world}")
         shards = world // copies
-        if self.context > 1 and self.replicas > 1:
-            raise ValueError(f"{self}: expected cp without hsdp beside it; leave one of the two out")
         if shards % self.context:
             raise ValueError(f"{self}: expected a number after cp that divides the {shards} ranks of a shard")
-        if self.experts > 1 and self.tensor > 1:
-            raise ValueError(f"{self}: expected ep without tp beside it; leave one of the two out")
-        if shards % self.experts:
-            raise ValueError(f"{self}: expected a number after ep that divides the {shards} ranks of a shard")
+        # Of experts the ranks of tp are divided too, unless each is cut over them.
+        room = shards if self.cut else shards * self.tensor
+        if room % self.experts:
+            raise ValueError(f"{self}: expected a number after ep that divides the {room} ranks that share experts")
         if not isinstance(self.reshard, bool) and (shards % self.reshard or self.reshard in (1, shards)):
             raise ValueError(
                 f"{self}: expected a number after zero3 that divides the {shards} ranks of a shard, and is neither 1 "
@@ -140,13 +141,17 @@ DEFAULT = ("zero3", "zero2", "zero3+bf16", "zero3+micro=2", "zero3+recompute", "
 WORDS = (
     "zero3, zero3=N, zero2, hsdp=N, bf16, fp16, pure, norms, offload, micro=N, recompute, tp=N, sp, lp, cp=N, ep=N, "
 )
-WORDS += "pp=N, stages=N, " + ", ".join(SCHEDULES)
+WORDS += "etp, pp=N, stages=N, " + ", ".join(SCHEDULES)
 
 
 def parse_strategy(text: str) -> Strategy:
     """Raises `ValueError` with the words that there are."""
     found = Strategy()
-    flags = {name: name for name in ("offload", "recompute", "pure", "norms")} | {"sp": "sequence", "lp": "loss"}
+    flags = {name: name for name in ("offload", "recompute", "pure", "norms")} | {
+        "sp": "sequence",
+        "lp": "loss",
+        "etp": "cut",
+    }
     numbered = {
         "hsdp": "replicas",
         "micro": "micro",
@@ -177,6 +182,8 @@ def parse_strategy(text: str) -> Strategy:
         raise ValueError(f"{text}: expected bf16 or fp16 beside pure, which reduces in that dtype")
     if (found.sequence or found.loss) and found.tensor == 1:
         raise ValueError(f"{text}: expected tp=N beside sp and lp, which are over the ranks of tp")
+    if found.cut and (found.tensor == 1 or found.experts == 1):
+        raise ValueError(f"{text}: expected tp=N and ep=N beside etp, which cuts each expert over the ranks of tp")
     if found.pipeline > 1 and found.micro == 1:
         schedule = SCHEDULES[found.schedule]
         found = replace(found, micro=found.pipeline * (found.stages or schedule.stages or 2))

@@ -33,10 +33,10 @@ from fullshard.migrate.experts import (
     find_experts,
     unit_arguments,
 )
-from fullshard.migrate.meshes import folded
+from fullshard.migrate.meshes import folded, with_copies
 from fullshard.migrate.relations import Relations
 from fullshard.migrate.sequences import ContextParallel, sequences_of
-from fullshard.migrate.tensor_parallel import Replaced
+from fullshard.migrate.tensor_parallel import Replaced, divide
 from fullshard.migrate.tree import Tree
 from fullshard.observe.partial_reads import PartialReads
 from fullshard.program import OwnDtype, Program, blocks_apart, to_device
@@ -136,18 +136,24 @@ class Training:
         # The context that cuts batches along `cp`, if there is the axis.
         self.sequences: ContextParallel | None = None
         cut = folded(mesh, ("data", "cp"), "shard") if strategy.context > 1 else mesh["shard"]
-        inner = mesh["replicate", "shard"] if strategy.replicas > 1 else cut
+        inner = cut
+        if strategy.replicas > 1:
+            copies = mesh["replicate"]
+            inner = with_copies(copies, cut) if strategy.context > 1 else mesh["replicate", "shard"]
         experts, axes = ExpertDivision(), _axes(setting)
+        # What divides experts looks at the plain model.
+        parts = (
+            strategy.tensor > 1 and program.parallelize is None and divide(Tree(model), strategy.parallelism).sequence
+        )
         if strategy.tensor > 1:
             made = (program.parallelize or parallelize_by(strategy.parallelism))(model, mesh["tp"])
             self.loss_context = made if callable(made) else nullcontext
         if strategy.divides and setting.library == "fullshard":
             if strategy.context > 1:
-                self.sequences = sequences = sequences_of(axes, mesh, cut, "auto")
-                self.loss_context = lambda: sequences
-            if strategy.experts > 1:
-                experts = _divided_experts(model, strategy, axes, mesh)
+                self.sequences = sequences_of(axes, mesh, cut, "auto")
+                self.loss_context = _both(self.sequences, self.loss_context)
             if strategy.pipeline == 1:
+                experts = _divided_experts(model, strategy, axes, mesh, divided=parts)
                 Relations(model, axes, mesh, sequences=self.sequences)
         self.stages = self._cut(model, axes)
         if self.stages is not None:
@@ -363,15 +369,31 @@ def shard(
 def _axes(setting: Setting) -> Axes:
     strategy = setting.strategy
     sizes = {"dp_replicate": strategy.replicas, "dp_shard": setting.shards // strategy.context}
-    return Axes(**sizes, cp=strategy.context, tp=strategy.tensor, pp=strategy.pipeline, ep=strategy.experts)
+    sizes |= {"cp": strategy.context, "tp": strategy.tensor, "pp": strategy.pipeline, "ep": strategy.experts}
+    return Axes(**sizes, etp=strategy.tensor if strategy.cut else 1)
 
 
-def _divided_experts(model: nn.Module, strategy: Strategy, axes: Axes, mesh: DeviceMesh) -> ExpertDivision:
-    """Divide the experts of `model` over the ranks of `mesh`. Collective."""
+def _divided_experts(
+    model: nn.Module, strategy: Strategy, axes: Axes, mesh: DeviceMesh, *, divided: bool
+) -> ExpertDivision:
+    """Divide the experts of `model` over the ranks of `mesh`. `divided`: whether each rank along tp has its part of the
+    tokens. Collective."""
     tree = Tree(model)
     experts = divide_experts(find_experts(tree, strategy.parallelism), axes, mesh)
-    apply_experts(tree, experts, experts.names, mesh, Replaced())
+    if experts.names:
+        apply_experts(tree, experts, experts.names, mesh, Replaced(), divided=divided)
     return experts
+
+
+def _both(
+    first: AbstractContextManager[Any], second: Callable[[], AbstractContextManager[Any]]
+) -> Callable[[], AbstractContextManager[Any]]:
+    @contextmanager
+    def both() -> Iterator[None]:
+        with second(), first:
+            yield
+
+    return both
 
 
 def torch_has_overrides() -> bool:
