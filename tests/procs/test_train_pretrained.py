@@ -51,6 +51,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("Qwen3Config", dict(**GROUPED, head_dim=6, tie_word_embeddings=True)),
     "gpt2": ("GPT2Config", dict(vocab_size=300, n_embd=24, n_layer=2, n_head=4, **NO_DROPOUT)),
     "mixtral": ("MixtralConfig", dict(**GROUPED, num_local_experts=4)),
+    "gpt_oss": ("GptOssConfig", dict(**GROUPED, head_dim=6, num_local_experts=4, num_experts_per_tok=2)),
     "gemma": ("GemmaConfig", dict(**GROUPED, head_dim=6)),
     "gemma3": ("Gemma3TextConfig", dict(**GROUPED, head_dim=6)),
     "phi": ("PhiConfig", {**SIZES, "hidden_size": 32}),  # half of a head is rotated, by pairs
@@ -97,28 +98,29 @@ def make_folder(path: Path, family: str, dtype: torch.dtype = torch.float32) -> 
     transformers.PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<end>").save_pretrained(path)
 
 
-def config_of(folder: Path, *settings: str) -> Config:
+def config_of(folder: Path, *settings: str, world: int = 2) -> Config:
     corpus = folder.parent / "corpus.txt"
     corpus.write_text("".join(f"rank {n} waits for rank {n * n % 7}, é.\n" for n in range(400)))
     config = load_config(None, [*SETTINGS, f"data.corpus=path:{corpus}", f"model.folder={folder}", *settings])
-    config.check_world(2)
+    config.check_world(world)
     return config
 
 
 # ---- the steps ---------------------------------------------------------------------------------------------------
 
 
-def _steps(rank: int, family: str, folder: str, settings: tuple[str, ...], stored: torch.dtype) -> dict[str, Any]:
+def steps(rank: int, family: str, folder: str, settings: tuple[str, ...], stored: torch.dtype) -> dict[str, Any]:
     """The trainer's losses and parameters, and on rank 0 what one process makes of the same batches."""
     path = Path(folder) / "model"
     if rank == 0:
         make_folder(path, family, stored)
     dist.barrier()
-    config = config_of(path, *settings)
-    world = world_of(config, rank, 2, torch.device("cpu"), dist.FileStore(f"{folder}/store", 2))
+    size = dist.get_world_size()
+    config = config_of(path, *settings, world=size)
+    world = world_of(config, rank, size, torch.device("cpu"), dist.FileStore(f"{folder}/store", size))
     pretrained = opened_on_all(config, world)
     split = tokenize(read_corpus(config.data), pretrained.tokenizer, config.data.validation_fraction)
-    model = pretrained.sharded(world.mesh, world.device)
+    model, world = pretrained.on(world)
     optimizer = adamw((p for p in model.parameters() if p.requires_grad), config.optimizer)
     trainer = Trainer(config, world, model, optimizer, split, pretrained.tokenizer)
     initial = _full(trainer.model)
@@ -185,7 +187,7 @@ def _plain(
     return {"losses": losses, "norms": norms, "parameters": named, "terms": terms, "initial": initial}
 
 
-def _odd(found: dict[str, Any]) -> list[str]:
+def odd(found: dict[str, Any]) -> list[str]:
     """What rounding does not explain."""
     plain, ends = found["plain"], (found["up"], found["down"])
     wrong, moved = [], 0
@@ -215,8 +217,8 @@ EVERYDAY: list[tuple[str, tuple[str, ...], torch.dtype]] = [
 ]
 MORE: list[tuple[str, tuple[str, ...], torch.dtype]] = [
     *((family, (), torch.float32) for family in FAMILIES if family != "llama"),
-    *((family, (LORA,), torch.bfloat16) for family in FAMILIES if family not in ("qwen3", "mixtral")),
-    *((family, (QLORA,), torch.float32) for family in FAMILIES if family not in ("llama", "mixtral")),
+    *((family, (LORA,), torch.bfloat16) for family in FAMILIES if family not in ("qwen3", "mixtral", "gpt_oss")),
+    *((family, (QLORA,), torch.float32) for family in FAMILIES if family not in ("llama", "mixtral", "gpt_oss")),
     ("mixtral", (LORA, ATTENTION), torch.float32),
     ("mixtral", (QLORA, ATTENTION), torch.float32),
     ("llama", ("sharding.activation_checkpointing.at=units", "training.accumulate=reduce"), torch.float32),
@@ -230,8 +232,8 @@ MORE: list[tuple[str, tuple[str, ...], torch.dtype]] = [
 def test_steps_are_those_of_one_process(
     family: str, settings: tuple[str, ...], stored: torch.dtype, tmp_path: Path
 ) -> None:
-    first, second = pool(2).run(_steps, family, str(tmp_path), settings, stored, timeout=TIMEOUT)
-    assert not _odd(first), _odd(first)
+    first, second = pool(2).run(steps, family, str(tmp_path), settings, stored, timeout=TIMEOUT)
+    assert not odd(first), odd(first)
     assert first["losses"] == second["losses"] and math.isfinite(first["val"])
     for name, value in first["parameters"].items():
         assert torch.equal(value.view(torch.uint8), second["parameters"][name].view(torch.uint8)), name
@@ -248,7 +250,7 @@ def _run(rank: int, folder: str, settings: tuple[str, ...]) -> None:
     if rank == 0 and not (path / "model").exists():
         make_folder(path / "model", "llama", torch.bfloat16)
     dist.barrier()
-    config = config_of(path / "model", f"run.dir={folder}/run", *settings)
+    config = config_of(path / "model", f"run.dir={folder}/run", *settings, world=dist.get_world_size())
     if rank == 0:
         make_run_dir(config)
         (path / "store").unlink(missing_ok=True)
@@ -329,7 +331,7 @@ def test_a_run_is_taken_up_again_and_exported(method: str, tmp_path: Path) -> No
     assert found["text"] == found["theirs"]
 
 
-def _sitting(rank: int, folder: str, settings: tuple[str, ...]) -> list[dict[str, Any]]:
+def sitting(rank: int, folder: str, settings: tuple[str, ...]) -> list[dict[str, Any]]:
     _run(rank, folder, settings)
     return read_metrics(Path(folder) / "run" / "metrics.jsonl")
 
@@ -341,13 +343,13 @@ def test_a_run_is_taken_up_on_another_number_of_ranks(method: str, tmp_path: Pat
     for name in ("one", "two"):
         (tmp_path / name).mkdir()
     settings = () if method == "none" else (f"adapters.method={method}",)
-    expected = pool(1).run(_sitting, str(tmp_path / "one"), settings, timeout=TIMEOUT)[0]
-    pool(2).run(_sitting, str(tmp_path / "two"), settings, timeout=TIMEOUT)
+    expected = pool(1).run(sitting, str(tmp_path / "one"), settings, timeout=TIMEOUT)[0]
+    pool(2).run(sitting, str(tmp_path / "two"), settings, timeout=TIMEOUT)
     run = tmp_path / "two" / "run"
     shutil.rmtree(run / "checkpoints" / f"step-{STEPS}")
     manifest = json.loads((run / "manifest.json").read_text())
     (run / "manifest.json").write_text(json.dumps(manifest | {"status": "failed"}))
-    found = pool(4).run(_sitting, str(tmp_path / "two"), settings, timeout=TIMEOUT)[0]
+    found = pool(4).run(sitting, str(tmp_path / "two"), settings, timeout=TIMEOUT)[0]
     assert [record["step"] for record in found] == [1, 2, 3, 4]
     for mine, one in zip(found, expected, strict=True):
         # As docs/trainer.md promises for another number of processes.
@@ -408,7 +410,7 @@ def _refused(rank: int, folder: str) -> list[str]:
             shutil.copytree(path, other)
             change(other)
             told.append(
-                _text(lambda other=other, settings=settings: check_pretrained_folder(config_of(other, *settings)))
+                _text(lambda other=other, settings=settings: check_pretrained_folder(config_of(other, *settings), 2))
             )
     dist.barrier()
     # Of the weights all ranks know together.
@@ -496,8 +498,9 @@ def test_another_folder_on_another_host_is_an_error(tmp_path: Path) -> None:
         (["data.tokenizer=bytes"], "has no effect with model.folder, which has a tokenizer of its own"),
         (["adapters.rank=3"], 'has no effect with adapters.method = "none"'),
         ([LORA, 'adapters.targets=["all-linear", "q_proj"]'], 'expected names, or "all-linear" alone'),
-        (["parallelism.tensor_parallel_degree=2"], "a model of a folder has no such axis in the trainer"),
-        (["parallelism.pipeline_parallel_degree=2"], "a model of a folder has no such axis in the trainer"),
+        ([LORA, "parallelism.tensor_parallel_degree=2"], 'is not built beside adapters.method = "lora"; nearest'),
+        ([QLORA, "parallelism.context_parallel_degree=2"], 'is not built beside adapters.method = "qlora"; nearest'),
+        (["parallelism.pipeline_parallel_degree=2"], "a model of a folder has no stages in the trainer"),
         (["sharding.precision.dtype=float16", "sharding.precision.mode=PURE"], "does not scale losses"),
     ],
 )

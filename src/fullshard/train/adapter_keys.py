@@ -9,6 +9,7 @@ from typing import Any
 from fullshard.keys import ConfigError, invalid, setting, show
 
 ALL_LINEAR = "all-linear"
+_BESIDE_4_BITS = ("tensor_parallel_degree", "expert_parallel_degree", "context_parallel_degree")
 # Defaults for weights that were trained before, which the rate of a new model would destroy.
 _RATES = {"none": 2e-5, "lora": 2e-4, "qlora": 2e-4}
 
@@ -55,12 +56,15 @@ def check_pretrained(config: Any, default: Any) -> None:
             raise invalid(f"adapters.{key.name}", value, problem, 'adapters.method = "lora"')
     if not adapters.targets or (ALL_LINEAR in adapters.targets and len(adapters.targets) > 1):
         raise invalid("adapters.targets", adapters.targets, f"expected names, or {show(ALL_LINEAR)} alone")
-    parallel, usual_axes = config.sharding.parallelism, default.sharding.parallelism
-    for key in fields(parallel):
-        value, usual = getattr(parallel, key.name), getattr(usual_axes, key.name)
-        if value != usual:
-            problem = "a model of a folder has no such axis in the trainer: prepare_fully_shard divides it"
-            raise invalid(f"sharding.parallelism.{key.name}", value, problem, show(usual))
+    parallel = config.sharding.parallelism
+    if parallel.pipeline_parallel_degree > 1:
+        problem = "a model of a folder has no stages in the trainer: prepare_fully_shard makes them"
+        raise invalid("sharding.parallelism.pipeline_parallel_degree", parallel.pipeline_parallel_degree, problem, "1")
+    refused = {"lora": ("tensor_parallel_degree",), "qlora": _BESIDE_4_BITS}.get(adapters.method, ())
+    for name in refused:
+        if (degree := getattr(parallel, name)) > 1:
+            problem = f'is not built beside adapters.method = "{adapters.method}"'
+            raise invalid(f"sharding.parallelism.{name}", degree, problem, "1")
 
 
 def refuse_without_folder(config: Any, default: Any) -> None:

@@ -159,7 +159,7 @@ def _train(arguments: argparse.Namespace) -> int:
     if config.model.folder:
         from fullshard.train.pretrained import check_pretrained_folder
 
-        check_pretrained_folder(config)
+        check_pretrained_folder(config, world)
     run_dir = make_run_dir(config)
     code = launch.launch(config, run_dir, world)
     if plan is not None and code == 0:

@@ -221,14 +221,15 @@ class Config:
             if name not in _AXES and getattr(keys, name, 1) != 1:
                 problem = "the trainer has no such axis"
                 raise invalid(f"sharding.parallelism.{name}", getattr(keys, name), problem, "1")
-        if keys.expert_parallel_degree > 1 and not self.model.experts:
+        own = not self.model.folder
+        if own and keys.expert_parallel_degree > 1 and not self.model.experts:
             problem = "has no effect with model.experts = 0"
             raise invalid("sharding.parallelism.expert_parallel_degree", keys.expert_parallel_degree, problem, "1")
         if keys.pipeline_parallel_degree > 1:
             self._check_pipeline()
         if not keys.beyond_data:
             return
-        if keys.enable_loss_parallel and self.model.tie_embeddings:
+        if own and keys.enable_loss_parallel and self.model.tie_embeddings:
             problem = "a tied embedding stays whole; set model.tie_embeddings = false"
             raise invalid("sharding.parallelism.enable_loss_parallel", True, problem, "false")
         if self.training.micro_batch == AUTO:
@@ -266,6 +267,8 @@ class Config:
     def shape(self) -> ModelShape:
         """The numbers of the model that degrees have to divide."""
         m, d = self.model, self.data
+        if m.folder:  # its own numbers are compared where it is read
+            return ModelShape(sequence=self.training.sequence_length)
         # Not divided, a vocabulary may have any size; that of other tokenizers is known where they are made.
         vocabulary = d.bpe_vocab if d.tokenizer == "bpe" and not m.tie_embeddings else 0
         return ModelShape(
@@ -278,7 +281,7 @@ class Config:
         if not self.sharding.parallelism.beyond_data:
             return Axes(dp_replicate=copies, dp_shard=shard)
         plan = self.sharding.parallel
-        if plan.enable_sequence_parallel == AUTO and plan.tensor_parallel_degree > 1:
+        if plan.enable_sequence_parallel == AUTO and plan.tensor_parallel_degree > 1 and not self.model.folder:
             plan = replace(plan, enable_sequence_parallel=True)
         return plan.on(world, self.shape)
 

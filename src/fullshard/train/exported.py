@@ -42,7 +42,7 @@ def export(found: Pretrained, model: nn.Module, run_dir: Path, world: World) -> 
 
 def _on_the_folder(found: Pretrained, model: nn.Module, world: World) -> nn.Module:
     """The trained parameters of `model` on the base of the folder. Both are cut in the same way."""
-    whole = found.sharded(world.mesh, world.device, quantised=False)
+    whole = found.prepared(world.mesh, world.device, quantised=False).model
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     with torch.no_grad():
         for name, parameter in whole.named_parameters():

@@ -151,7 +151,9 @@ class Trainer:
         self.token_nbytes = torch.tensor(tokenizer.token_nbytes())
         self.peak_flop_per_second = peak_flop_per_second(world.device, compute_dtype(config.sharding.precision))
         # The random numbers of a step depend on (seed, step, rank): the same with and without a stop.
-        self.random = checkpoint.RandomState(keys.seed, world.rank)
+        # Ranks along tp compute the same with the same tokens.
+        alike = world.rank if world.axes is None else world.axes.group(world.rank, "tp")[0]
+        self.random = checkpoint.RandomState(keys.seed, alike)
         self.held: Report | None = None
         self.stopped_by = 0  # the signal that some rank received before the last step's figures were summed
 

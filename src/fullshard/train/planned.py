@@ -37,14 +37,20 @@ _PLANNED = {"adamw": "adamw-foreach", "sgd": "sgd-momentum", "muon": "muon"}
 def programs_of(config: Config, world: int) -> Callable[[int | None], Program]:
     """The program of the config on `world` processes for a length of sequences, None for its own. A BPE tokenizer is
     taken to have all of its tokens."""
+    plan, axes = config.sharding.parallel, config.axes(world)
+    parts, shared = axes.cp, axes.shards * axes.tp
     if config.model.folder:
-        return lambda sequence: program_of(config, sequence or config.training.sequence_length)
+        divided = noted_by(plan, shared, note)
+
+        def of_folder(sequence: int | None) -> Program:
+            length = (sequence or config.training.sequence_length) // parts
+            return replace(program_of(config, length), parallelize=divided)
+
+        return of_folder
     vocabulary = config.data.bpe_vocab if config.data.tokenizer == "bpe" else ByteTokenizer().vocab
     if config.data.tokenizer_folder:
         vocabulary = open_tokenizer(config.data).vocab
     shape = llama_shape(config, vocabulary)
-    plan, axes = config.sharding.parallel, config.axes(world)
-    parts, shared = axes.cp, axes.shards * axes.tp
 
     def made(sequence: int | None) -> Program:
         length = (sequence or config.training.sequence_length) // parts

@@ -25,11 +25,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fullshard import prepare_fully_shard
+from fullshard import Prepared, prepare_fully_shard
 from fullshard.checkpoint import CheckpointError, CheckpointMismatch
 from fullshard.checkpoint.formats import HfSource
 from fullshard.keys import show
 from fullshard.migrate.config import InitialisationKeys
+from fullshard.migrate.declared import broken_rules
 from fullshard.program import Program
 from fullshard.train.adapter_keys import ALL_LINEAR
 from fullshard.train.config import Config, ConfigError, invalid
@@ -134,16 +135,21 @@ class Pretrained:
             raise invalid("adapters.targets", list(keys.targets), problem, show(_linear_names(model)))
         return adapted.train()
 
-    def sharded(self, mesh: DeviceMesh, device: torch.device, *, quantised: bool | None = None) -> nn.Module:
-        """The model with its values, sharded over `mesh`. Collective. Raises `ConfigError` on every rank for files that
-        lack weights of it. `quantised`: the base in 4 bits (default: as `adapters.method` says)."""
+    def sharded(self, mesh: DeviceMesh, device: torch.device) -> nn.Module:
+        """The model of `prepared`."""
+        return self.prepared(mesh, device).model
+
+    def prepared(self, mesh: DeviceMesh, device: torch.device, *, quantised: bool | None = None) -> Prepared:
+        """The model with its values, divided as [sharding.parallelism] says, and sharded over `mesh`. Collective.
+        Raises `ConfigError` on every rank for files that lack weights of it, and for degrees that do not fit it.
+        `quantised`: the base in 4 bits (default: as `adapters.method` says)."""
         in_4_bits = self.config.adapters.method == "qlora" if quantised is None else quantised
         model = self.quantised(device) if in_4_bits else self.plain()
         values = InitialisationKeys(source="given")
         if not in_4_bits:
             values = InitialisationKeys(source="pretrained", path=str(self.path), seed=self.config.training.seed)
         try:
-            prepare_fully_shard(
+            prepared = prepare_fully_shard(
                 model, config=replace(self.config.sharding, initialisation=values), mesh=mesh, show=False
             )
         except CheckpointMismatch as error:
@@ -151,7 +157,23 @@ class Pretrained:
             raise self._invalid(f"its weights do not fit its config.json: {error.problems[0]}{more}") from None
         except CheckpointError as error:
             raise self._invalid(_line(error)) from None
-        return model.train()
+        model.train()
+        return prepared
+
+    def on(self, world: World) -> tuple[nn.Module, World]:
+        """The model of `prepared` on the processes of a run, and these with what cuts its sequences. Collective."""
+        prepared = self.prepared(world.mesh, world.device)
+        sequences = None if world.sequences is None else prepared.sequences
+        return prepared.model, world._replace(sequences=sequences)
+
+    def check_axes(self, world: int) -> None:
+        """Raise `ConfigError` for degrees that do not fit the model on `world` processes."""
+        config = self.config
+        if config.sharding.parallelism.beyond_data:
+            length = config.training.sequence_length
+            broken, nearest = broken_rules(self.plain(), config.sharding.parallel, world, sequence=length)
+            if broken:
+                raise ConfigError(f"sharding.{broken[0]}" + (f"; {nearest}" if nearest else ""))
 
     def _invalid(self, problem: str) -> ConfigError:
         return invalid("model.folder", self.config.model.folder, problem)
@@ -191,9 +213,11 @@ def open_pretrained(config: Config, *, fetch: bool = True) -> Pretrained:
     return Pretrained(config, path, told, FolderTokenizer(words, text.vocab_size))
 
 
-def check_pretrained_folder(config: Config) -> None:
-    """Refuse what can be refused before any process starts. Raises `ConfigError`."""
-    open_pretrained(config).plain()
+def check_pretrained_folder(config: Config, world: int) -> None:
+    """Refuse what can be refused before any of `world` processes starts. Raises `ConfigError`."""
+    found = open_pretrained(config)
+    found.plain()
+    found.check_axes(world)
 
 
 def _path(config: Config, *, fetch: bool) -> Path:
@@ -306,7 +330,11 @@ def logits_of(model: nn.Module, tokens: Tensor, positions: Tensor | None = None)
     if isinstance(model, Llama):
         found = model(tokens) if positions is None else model(tokens, positions)
     else:
-        found = model(input_ids=tokens.clamp(min=0), use_cache=False).logits
+        further: dict[str, Tensor] = {}
+        if positions is not None:
+            # With a mask it takes positions that jump for those of one sequence.
+            further = {"position_ids": positions.expand(len(tokens), -1), "attention_mask": torch.ones_like(tokens)}
+        found = model(input_ids=tokens.clamp(min=0), use_cache=False, **further).logits
     return found
 
 

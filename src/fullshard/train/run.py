@@ -45,7 +45,7 @@ def train(config: Config, world: World, run_dir: Path) -> None:
     cut = None if stages is None else stages.cut
     model: nn.Module
     if found_in is not None:
-        model = found_in.sharded(world.mesh, world.device)
+        model, world = found_in.on(world)
     else:
         model = sharded_model(config, tokenizer.vocab, world.mesh, world.device, world.whole, world.sequences, cut)
     optimizer = make_optimizer(model, config.optimizer)

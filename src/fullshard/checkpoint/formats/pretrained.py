@@ -28,7 +28,7 @@ from ..agreement import Heard, Message, agree
 from ..errors import CheckpointMismatch, CheckpointNotFound
 from ..files import shown_progress
 from ..plan import matches
-from ..state import dtype_name, named_tensors, part_of
+from ..state import dtype_name, named_tensors, part_of, plain_name
 from .convert import RefusedCheckpoint, detect
 from .hf import HfSource
 from .readings import Fit, Reading, fit, pretrained_in
@@ -139,9 +139,11 @@ class _PretrainedJob:
         held = named_tensors(self._model)
         found = fit(self._model, held, self._source)
         self._conversions = found.conversions
+        # A state dict may have one parameter as several tensors, where it is divided over other axes.
+        tied = {plain_name(name): id(p) for name, p in self._model.named_parameters(remove_duplicate=False)}
         groups: dict[int, list[str]] = {}
         for name, tensor in held.items():
-            groups.setdefault(id(tensor), []).append(name)
+            groups.setdefault(tied.get(name, id(tensor)), []).append(name)
         problems: list[str] = []
         for names in groups.values():
             self._match_one(names, held[names[0]], found, problems)
