@@ -11,8 +11,8 @@ busier host's interface sent in a step without headers of Ethernet, IP and TCP; 
 it; "bound" is sent / rate, which no step can go below. Rounds are interleaved as in cpu_step.py.
 
     ddp                   torch's DDP, gradients as views of buckets
-    fsdp2, fullshard      parameters over all ranks; fullshard in two levels from two ranks on each host
-    fullshard_one_level   the same without levels
+    fsdp2, fullshard      parameters over all ranks; from two ranks on each host fullshard chooses one level or two
+    fullshard_one_level, fullshard_two_levels   the same in this way
     fsdp2_hsdp, ..._hsdp  parameters within a host, replicas between them; from two ranks on each host
 
 "mixed" computes and reduces in bfloat16: FSDP2 and fullshard by `MixedPrecisionPolicy`, DDP by autocast
@@ -51,12 +51,14 @@ from benchmarks.common import (
     paired_ratio,
     print_json,
 )
+from fullshard.layout import ONE_LEVEL, TWO_LEVELS, Ways
 
 # 23.6 M parameters, nearly all in blocks: the embedding and the head of most models are a small part.
 SHAPE = ModelShape(vocabulary=1536, depth=7)
 WORKLOADS = {1: Workload("2 x 1 ranks", 2, 128), 2: Workload("2 x 2 ranks", 1, 64)}
 RATES = {"100mbit": 100e6 / 8, "1gbit": 1e9 / 8, "unlimited": 0.0}
 PRECISIONS = ("fp32", "mixed")
+WAYS = {"fullshard_one_level": "one-level", "fullshard_two_levels": "two-levels"}
 HOSTS, WARMUP_ROUNDS, CHECKED_STEPS = 2, 2, 3
 # Losses of the same training, relative: sums of float32 in another order; and products and gradients with the 8 bits of
 # a bfloat16, which are rounded at other places.
@@ -64,7 +66,8 @@ TOLERANCES = {"fp32": 1e-5, "mixed": 2.0**-8}
 
 
 class Case(NamedTuple):
-    """What is measured together. local: ranks of each host; rate: a key of RATES."""
+    """What is measured together. local: ranks of each host; rate: of their links, a key of RATES; within: of the
+    loopback of a host, as tc writes it, "" for no limit."""
 
     local: int
     rate: str
@@ -72,6 +75,7 @@ class Case(NamedTuple):
     names: tuple[str, ...]
     rounds: int
     shape: ModelShape
+    within: str = ""
 
     @property
     def workload(self) -> Workload:
@@ -133,8 +137,8 @@ def build(case: Case, name: str) -> nn.Module:
     if name.endswith("_hsdp"):
         options["mesh"] = init_device_mesh("cpu", (HOSTS, case.local), mesh_dim_names=("replicate", "shard"))
     model = build_sharded(case.shape, apply, **options)
-    if name == "fullshard_one_level":
-        model.set_communication("one-level")
+    if name in WAYS:
+        model.set_communication(WAYS[name])
     return model
 
 
@@ -145,17 +149,21 @@ def sent() -> tuple[int, int]:
 
 
 def train(case: Case) -> dict[str, Any]:
-    """By name: seconds and payload of this host in each round; and losses of the first steps."""
+    """By name: seconds and payload of this host in each round; losses of the first steps; and what reports say of
+    hosts."""
+    import fullshard
     from tests.harness.hosts import Traffic
 
     rank = dist.get_rank()
     tokens, targets = batch_of(case.shape, case.workload, rank)
-    losses, trainees = {}, []
+    losses, trainees, reports = {}, [], {}
     for name in case.names:
         model = build(case, name)
         # An optimizer of another instance holds what a check trained.
         check = torch.optim.SGD(model.parameters(), lr=0.1)
         losses[name] = [_checked(model, check, tokens, targets) for _ in range(CHECKED_STEPS)]
+        if name.startswith("fullshard"):
+            reports[name] = json.loads(fullshard.report(model).to_json())["hosts"]
         trainees.append(Trainee(name, model, adamw=False))
     times: dict[str, list[float]] = {name: [] for name in case.names}
     payload: dict[str, list[int]] = {name: [] for name in case.names}
@@ -170,7 +178,7 @@ def train(case: Case) -> dict[str, Any]:
                 times[trainee.name].append(seconds.item())
                 after = sent()
                 payload[trainee.name].append(Traffic(after[0] - before[0], after[1] - before[1]).payload)
-    return {"rank": rank, "times": times, "payload": payload, "losses": losses}
+    return {"rank": rank, "times": times, "payload": payload, "losses": losses, "hosts": reports}
 
 
 def _checked(model: nn.Module, optimizer: torch.optim.Optimizer, tokens: torch.Tensor, targets: torch.Tensor) -> float:
@@ -201,7 +209,7 @@ def measure(case: Case) -> list[dict[str, Any]]:
     rate = case.rate if RATES[case.rate] else None
     text = json.dumps(case._asdict() | {"shape": vars(case.shape)})
     own = {"MASTER_ADDR": "alpha", "MASTER_PORT": "29500", "WORLD_SIZE": str(case.world), "OMP_NUM_THREADS": "1"}
-    with Hosts(HOSTS, rate=rate) as hosts, contextlib.ExitStack() as running:
+    with Hosts(HOSTS, rate=rate, within=case.within or None) as hosts, contextlib.ExitStack() as running:
         runs: list[subprocess.Popen[str]] = []
         for rank in range(case.world):
             environment = own | {"RANK": str(rank), "LOCAL_RANK": str(rank % case.local)}
@@ -226,8 +234,9 @@ def check_losses(case: Case, answer: dict[str, Any]) -> None:
                 raise SystemExit(f"rank {answer['rank']}: {name} trains differently: {found}, others {reference}")
 
 
-def predicted(case: Case, name: str) -> float | None:
-    """Bytes that a host sends in a step by `fullshard.plan`; None for peers."""
+def predicted(case: Case, name: str, chosen: str = "") -> float | None:
+    """Bytes that a host sends in a step by `fullshard.plan`; None for peers. `chosen`: the ways, as a report says them,
+    where there is a choice."""
     from fullshard.plan import Planner, Strategy, find_hardware
     from fullshard.plan.facts import describe
     from fullshard.program import Program
@@ -258,10 +267,13 @@ def predicted(case: Case, name: str) -> float | None:
             optimizer="none",
             backend="gloo",
             hosts=HOSTS,
-            levels=name != "fullshard_one_level",
+            ways=next((ways for ways in _ALL_WAYS if str(ways) == chosen), None),
         )
     )
     return next(iter(plan.sent_by_host.values()))
+
+
+_ALL_WAYS = (ONE_LEVEL, TWO_LEVELS, Ways("ring", "pairs"), Ways("ring", "levels"))
 
 
 def report(case: Case, answers: Sequence[dict[str, Any]], *, times: bool) -> dict[str, Any]:
@@ -269,12 +281,13 @@ def report(case: Case, answers: Sequence[dict[str, Any]], *, times: bool) -> dic
     rate = RATES[case.rate]
     sizes = f"{case.workload.sequences}x{case.workload.length} tokens per rank"
     print(f"\n{HOSTS} x {case.local} ranks, {case.rate}, {case.precision}, {sizes}")
-    print(f"  {'':16} {'sent MB':>8} {'plan MB':>8} {'bound ms':>9} {'median ms':>10} {'/ bound':>8} {'/ fsdp2':>8}")
+    print(f"  {'':20} {'sent MB':>8} {'plan MB':>8} {'bound ms':>9} {'median ms':>10} {'/ bound':>8} {'/ fsdp2':>8}")
     rows: dict[str, Any] = {}
     for name in case.names:
         # Of the host that sends more; each round sends the same, but for packets that TCP sends again.
         payload = max(statistics.median(answers[i * case.local]["payload"][name]) for i in range(HOSTS))
-        plan = predicted(case, name)
+        said = answers[0]["hosts"].get(name) or {}
+        plan = predicted(case, name, said.get("ways", ""))
         seconds = answers[0]["times"][name]
         row: dict[str, float | None] = {
             "sent_mb": payload / 1e6,
@@ -291,7 +304,7 @@ def report(case: Case, answers: Sequence[dict[str, Any]], *, times: bool) -> dic
             f"{'-':>{width}}" if value is None else f"{value:{width}.{digit}f}"
             for value, width, digit in zip(row.values(), widths, digits, strict=True)
         )
-        print(f"  {name:16} {shown}", flush=True)
+        print(f"  {name:20} {shown}  {said.get('ways', '')}", flush=True)
         rows[name] = {key: None if value is None else round(value, 4) for key, value in row.items()}
     return {
         "ranks": f"{HOSTS}x{case.local}",
@@ -303,7 +316,7 @@ def report(case: Case, answers: Sequence[dict[str, Any]], *, times: bool) -> dic
 
 
 def names_of(local: int) -> tuple[str, ...]:
-    several = ("fullshard_one_level", "fsdp2_hsdp", "fullshard_hsdp") if local > 1 else ()
+    several = (*WAYS, "fsdp2_hsdp", "fullshard_hsdp") if local > 1 else ()
     return ("fsdp2", "fullshard", *several, "ddp")
 
 

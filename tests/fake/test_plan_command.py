@@ -97,21 +97,33 @@ def test_commands_and_messages_are_those_of_the_engine(name: str, strategy: Stra
     assert 0 <= counted.messages.get("all-reduce", 0) - summed <= 128
 
 
-def test_what_a_host_sends_is_printed_in_both_ways(capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_a_host_sends_is_printed_in_both_ways(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """By hand: gathers and gradients of what four ranks share, on two hosts."""
-    ask = ["plan", f"{__name__}:program", "--ranks", "4", "--hardware", "cpu", "--hosts", "2"]
-    assert main([*ask, "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    # Each rank sends 3/4 of every message; a host half of it, in two levels.
-    whole = found["bytes_sent"]["shard"] * 4 / 3
-    assert found["bytes_sent_by_host"]["two levels"] == whole / 2
-    # Pairs send a gather once, a ring three quarters; gloo's reduce-scatter is an all-reduce.
-    assert whole < found["bytes_sent_by_host"]["one level"] < 1.5 * whole
-    assert main([*ask, "--one-level", "--json"]) == 0
-    other = json.loads(capsys.readouterr().out)["bytes_sent_by_host"]
-    assert other == {"one level": found["bytes_sent_by_host"]["one level"]}
+    slow, fast = tmp_path / "slow.toml", tmp_path / "fast.toml"
+    slow.write_text('base = "cpu"\ninter_node = 62.5e6\n')  # 1 Gbit/s for two ranks
+    fast.write_text('base = "cpu"\ninter_node = 6e9\n')
+
+    def planned(*more: str, hardware: Path = slow) -> dict[str, float]:
+        ask = ["plan", f"{__name__}:program", "--ranks", "4", "--hardware", str(hardware), "--hosts", "2", *more]
+        assert main([*ask, "--json"]) == 0
+        found = json.loads(capsys.readouterr().out)
+        # Each rank sends 3/4 of every message.
+        return {
+            way: n / (found["bytes_sent"].get("shard", 0) * 4 / 3) for way, n in found["bytes_sent_by_host"].items()
+        }
+
+    both = planned()
+    # The way of the plan is the first; of a message a host sends half in two levels, all from rank to rank, and three
+    # quarters around a ring, as packed gathers go.
+    assert list(both) == ["two levels", "one level"] and both["two levels"] == 0.5 and 0.75 < both["one level"] <= 1
+    assert list(planned(hardware=fast)) == ["one level", "two levels"] and planned(hardware=fast) == both
+    assert list(planned("--one-level")) == ["one level", "two levels"] == list(planned("--one-level", hardware=fast))
+    assert list(planned("--two-levels", hardware=fast)) == ["two levels", "one level"]
+    mixed = planned(hardware=Path("cpu"))
+    assert next(iter(mixed)) == "one level, gathers around a ring" and mixed.keys() > both.keys()
+    ask = ["plan", f"{__name__}:program", "--ranks", "4", "--hardware", str(slow), "--hosts", "2"]
     assert main(ask) == 0
-    assert "between 2 hosts: each sends" in capsys.readouterr().out
+    assert " in two levels or " in capsys.readouterr().out.partition("between 2 hosts: each sends")[2]
     assert main([*ask, "--replicas", "2", "--json"]) == 0
     replicated = json.loads(capsys.readouterr().out)
     assert replicated["bytes_sent_by_host"] == {"one level": 2 * replicated["bytes_sent"]["replicate"]}
@@ -119,7 +131,8 @@ def test_what_a_host_sends_is_printed_in_both_ways(capsys: pytest.CaptureFixture
     with pytest.raises(ValueError, match="hosts: expected data parallelism alone, found ZeRO-3, TP 2"):
         Strategy(ranks=4, tensor=2, hosts=2)
     assert main([*ask, "--optimizer", "muon"]) == 2 and "sends nothing, found muon" in capsys.readouterr().err
-    assert main([*ask[:-2], "--one-level"]) == 2 and "--hosts" in capsys.readouterr().err
+    for option in ("--one-level", "--two-levels"):
+        assert main([*ask[:-2], option]) == 2 and f"{option}: expected --hosts" in capsys.readouterr().err
 
 
 def test_json_has_what_is_documented(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -10,7 +10,8 @@ its namespaces, devices and all processes in it.
 
     what a host has     how
     address             10.77.0.N on `eth0`, a pair of virtual devices to a bridge in namespaces of its own
-    rate                a token bucket (tc tbf) on both ends of the pair, so each direction has it
+    rate                a token bucket (tc tbf) on both ends of the pair, so each direction has it; and one in front
+                        of the loopback, if processes of a host shall reach each other slowly
     name                `hosts.NAMES`, its own /etc/hosts with the names of all
     boot id             a file over the kernel's, because two hosts never share it
     LOCAL               a path that is another folder on each host
@@ -152,9 +153,12 @@ class Host:
         )
         switch.run(f"ip link set {port} gso_max_segs 1; ip link set {port} master bridge0; ip link set {port} up")
         if rate is not None:
-            shape = f"root tbf rate {rate} burst 256kb limit 200mb"
-            self._holder.run(f"tc qdisc add dev eth0 {shape}")
-            switch.run(f"tc qdisc add dev {port} {shape}")
+            self._holder.run(f"tc qdisc add dev eth0 {_bucket(rate)}")
+            switch.run(f"tc qdisc add dev {port} {_bucket(rate)}")
+
+    def slow_within(self, rate: str) -> None:
+        """Let its processes send to each other at `rate`, all together."""
+        self._holder.run(f"tc qdisc add dev lo {_bucket(rate)}")
 
     def start(
         self, *words: str, environment: Mapping[str, str] | None = None, folder: Path = REPOSITORY, **options: Any
@@ -192,10 +196,15 @@ class Host:
         self._holder.end()
 
 
-class Hosts:
-    """`count` hosts on one switch, `rate` (as tc writes it) in each direction of each link, None: as the kernel can."""
+def _bucket(rate: str) -> str:
+    return f"root tbf rate {rate} burst 256kb limit 200mb"
 
-    def __init__(self, count: int, rate: str | None = None) -> None:
+
+class Hosts:
+    """`count` hosts on one switch, `rate` (as tc writes it) in each direction of each link, `within` between processes
+    of one host; None: as the kernel can."""
+
+    def __init__(self, count: int, rate: str | None = None, within: str | None = None) -> None:
         self._folder = Path(tempfile.mkdtemp(prefix="hosts-"))
         self._switch: _Holder | None = None
         self._hosts: list[Host] = []
@@ -208,6 +217,8 @@ class Hosts:
             for number in range(count):
                 self._hosts.append(Host(number, self._folder, self.local, table))
                 self._hosts[-1].connect(self._switch, number, rate)
+                if within is not None:
+                    self._hosts[-1].slow_within(within)
             self._wait_for_links()
         except BaseException:
             self.close()

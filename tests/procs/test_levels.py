@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import reduce
 from typing import Any
 from unittest import mock
@@ -20,30 +20,43 @@ from torch.distributed.device_mesh import init_device_mesh
 import fullshard
 from fullshard import MixedPrecisionPolicy, fully_shard
 from fullshard.comm import levels as levels_module
+from fullshard.comm import rates as rates_module
 from fullshard.comm.relay import Relayed
-from fullshard.layout import UnitMemory, levels_of
+from fullshard.layout import Rates, UnitMemory, levels_of
 from fullshard.observe import expected
 from fullshard.policy import use_options
+from tests.harness import optional_units, tolerance
 from tests.harness.forked import run_forks
 from tests.harness.parity import assert_same_bits, train_alone, train_beside_oracle
 from tests.harness.random_models import ModelSpec, examples, model_specs
 from tests.procs.test_pairs import SOMETIMES
+from tests.threads import test_tensor_parallel as tensor_parallel
 from tests.threads.test_native_reduction import _ways
 
 TIMEOUT = 60.0
 
 
+# Of hosts whose link is slow, and of hosts whose memory is.
+SLOW_LINK, SLOW_MEMORY = Rates(1.0, 100.0), Rates(100.0, 1.0)
+
+
 @contextmanager
-def nodes(names: str) -> Iterator[None]:
-    """Rank r is on the node names[r]."""
-    with mock.patch("fullshard.comm.choice.node", lambda: names[dist.get_rank()]):
+def nodes(names: str, rates: Rates | None = SLOW_LINK) -> Iterator[None]:
+    """Rank r is on the node names[r]. rates: measured between and within; None: those of this machine."""
+    with ExitStack() as patches:
+        patches.enter_context(mock.patch("fullshard.comm.choice.node", lambda: names[dist.get_rank()]))
+        if rates is not None:
+            patches.enter_context(mock.patch("fullshard.comm.choice.measured", lambda *_: rates))
         yield
 
 
-def _model(**options: Any) -> Any:
+def _plain() -> nn.Sequential:
     torch.manual_seed(0)
-    layers = [nn.Linear(6, 21), nn.Tanh(), nn.Linear(21, 7, bias=False), nn.Tanh(), nn.Linear(7, 3)]
-    model = nn.Sequential(*layers)
+    return nn.Sequential(nn.Linear(6, 21), nn.Tanh(), nn.Linear(21, 7, bias=False), nn.Tanh(), nn.Linear(7, 3))
+
+
+def _model(first: Callable[[nn.Sequential], nn.Sequential] = lambda model: model, **options: Any) -> Any:
+    model = first(_plain())
     for layer in model[::2]:
         fully_shard(layer, **options)
     return fully_shard(model, **options)
@@ -82,7 +95,7 @@ def _one_way(rank: int, names: str, shape: tuple[int, ...], way: str) -> None:
         assert _ways(model) == {way}
 
 
-def test_a_setting_says_one_level() -> None:
+def test_a_setting_says_the_way() -> None:
     run_forks(4, _settings, (), TIMEOUT)
 
 
@@ -92,7 +105,8 @@ def _settings(rank: int) -> None:
         # Also after steps, there and back, on communicators of their own.
         for strategy, way, peers in (
             ("auto", "LevelReduce", 1),
-            ("one-level", "NativeReduce", 2),
+            ("one-level", "LevelReduce", 2),
+            ("two-levels", "LevelReduce", 1),
             ("torch", "NativeReduce", 2),
             ("auto", "LevelReduce", 1),
         ):
@@ -100,12 +114,71 @@ def _settings(rank: int) -> None:
             with _counted("aabb") as sent:
                 model(_batch(rank)).sum().backward()
             # A weight that is alone in its unit goes from rank to rank in either case.
-            assert _ways(model) == {way} and len({peer for peer, _ in sent}) == peers
+            assert _ways(model) == {way} and len({peer for peer, _ in sent}) == peers, strategy
         model.set_separate_reduce_scatter_group(True)
         model(_batch(rank)).sum().backward()
         assert _ways(model) == {"LevelReduce"}
         with pytest.raises(ValueError, match=r'"all-to-all".*found several'):
             model.set_communication("all-to-all")
+
+
+@pytest.mark.parametrize(
+    ("rates", "ways", "peers"),
+    [
+        (SLOW_LINK, "two levels", 1),
+        (SLOW_MEMORY, "one level", 2),
+        # A ring of gloo sends gathers; gradients go from rank to rank.
+        (Rates(1.0, 2.0), "one level, gathers around a ring", 2),
+        (Rates(1.0, 3.0), "two levels, gathers around a ring", 1),
+    ],
+)
+def test_measured_rates_choose_the_way(rates: Rates, ways: str, peers: int) -> None:
+    run_forks(4, _chosen, (rates, ways, peers), TIMEOUT)
+
+
+def _chosen(rank: int, rates: Rates, ways: str, peers: int) -> None:
+    with nodes("aabb", rates):
+        model = _model()
+        with _counted("aabb") as sent:
+            model(_batch(rank)).sum().backward()
+        hosts = fullshard.report(model).hosts
+        assert hosts is not None and (hosts.number, hosts.ways) == (2, ways)
+        assert len({peer for peer, _ in sent}) == peers
+
+
+def test_rates_are_measured_once_and_equal_on_all_ranks() -> None:
+    run_forks(4, _rates, (), TIMEOUT)
+
+
+def _rates(rank: int) -> None:
+    with nodes("aabb", None), mock.patch.object(rates_module, "_pass", wraps=rates_module._pass) as passed:
+        models = [_model(), _model()]
+        for model in models:
+            model(_batch(rank)).sum().backward()
+        # Two stages, three rounds, a few bytes before each message: at any number of ranks.
+        assert passed.call_count == 12
+        reports = [fullshard.report(model).hosts for model in models]
+        assert reports[0] == reports[1] and reports[0] is not None
+        found = reports[0].rates
+        assert found is not None and 0 < found.between < float("inf") and 0 < found.within < float("inf")
+        everywhere: list[Any] = [None] * 4
+        dist.all_gather_object(everywhere, (found, reports[0].ways))
+        assert set(everywhere) == {(found, reports[0].ways)}
+        assert "MB/s between hosts" in str(fullshard.report(models[0]))
+
+
+def test_nothing_is_measured_where_the_way_is_said() -> None:
+    run_forks(4, _said, (), TIMEOUT)
+
+
+def _said(rank: int) -> None:
+    for strategy, ways in (("one-level", "one level"), ("two-levels", "two levels")):
+        with nodes("aabb", None), mock.patch.object(rates_module, "_pass", side_effect=AssertionError("measures")):
+            model = _model()
+            model.set_communication(strategy)
+            model(_batch(rank)).sum().backward()
+            hosts = fullshard.report(model).hosts
+            assert hosts is not None and hosts.ways == ways and hosts.rates is None
 
 
 # ---- values ----------------------------------------------------------------------------------------------------------
@@ -122,18 +195,21 @@ def _order(rank: int, names: str) -> None:
         model = _model()
         model(_batch(rank)).sum().backward()
         found = [p.grad.full_tensor() for p in model.parameters()]
-    torch.manual_seed(0)
-    plain = nn.Sequential(nn.Linear(6, 21), nn.Tanh(), nn.Linear(21, 7, bias=False), nn.Tanh(), nn.Linear(7, 3))
-    each = []
+    for gradient, wanted in zip(found, _sums(names), strict=True):
+        assert torch.equal(gradient, wanted)
+
+
+def _sums(names: str, first: Callable[[nn.Sequential], nn.Sequential] = lambda model: model) -> list[Tensor]:
+    """The mean gradients of the trained parameters, added in the stated order."""
+    plain, each = first(_plain()), []
     for other in range(len(names)):
         plain.zero_grad()
         plain(_batch(other)).sum().backward()
-        each.append([p.grad.clone() for p in plain.parameters()])
+        each.append([p.grad.clone() for p in plain.parameters() if p.grad is not None])
     levels = levels_of(names)
     assert levels is not None
-    for index, gradient in enumerate(found):
-        sums = [reduce(Tensor.add, [each[other][index] for other in ranks]) for ranks in levels.nodes]
-        assert torch.equal(gradient, reduce(Tensor.add, sums) / len(names))
+    sums = [[reduce(Tensor.add, [each[r][i] for r in ranks]) for ranks in levels.nodes] for i in range(len(each[0]))]
+    return [reduce(Tensor.add, one) / len(names) for one in sums]
 
 
 POLICIES = {
@@ -142,6 +218,42 @@ POLICIES = {
     "bfloat16": MixedPrecisionPolicy(param_dtype=torch.bfloat16),
     "float16": MixedPrecisionPolicy(param_dtype=torch.float16),
 }
+
+
+@pytest.mark.parametrize(
+    "precision", ["bfloat16", *(pytest.param(name, marks=pytest.mark.slow) for name in ("float32", "mixed", "float16"))]
+)
+def test_the_way_changes_no_bit(precision: str) -> None:
+    """So two runs may measure other rates, and a run that is continued may."""
+    run_forks(6, _bits, (precision,), TIMEOUT)
+
+
+def _bits(rank: int, precision: str) -> None:
+    found = []
+    policy = POLICIES[precision]
+    options = {} if policy is None else {"mp_policy": policy}
+    for rates in (SLOW_LINK, SLOW_MEMORY, Rates(1.0, 2.0), None):
+        with nodes("abaabb", rates), mock.patch("fullshard.layout.gather.PAIRWISE_PARAMETER_NBYTES", 64):
+            # Gradients of six ranks in other sizes, so that each order of sums has other bits.
+            model = SOMETIMES.shard(_seeded(SOMETIMES.build), fully_shard, **options)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            for step in range(3):
+                # The way may change between two steps, too.
+                if rates is None:
+                    model.set_communication(("one-level", "two-levels")[step % 2])
+                loss = model(_batch(10 * step + rank)).float().pow(2).mean() * 10.0 ** (rank - 3)
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            found.append([p.full_tensor() for p in model.parameters()])
+    for others in found[1:]:
+        for one, other in zip(found[0], others, strict=True):
+            assert torch.equal(one, other)
+
+
+def _seeded(build: Callable[[], Any]) -> Any:
+    torch.manual_seed(0)
+    return build()
 
 
 @examples(2, 40)
@@ -188,6 +300,81 @@ def _large(rank: int, precision: str) -> None:
     for two, one in zip(*found, strict=True):
         # Sums of six in another order, in each of three steps.
         assert (two - one).abs().max() <= 3 * 6 * epsilon * one.abs().max()
+
+
+# ---- beside other features -------------------------------------------------------------------------------------------
+
+
+def test_frozen_parameters_beside_trained_ones() -> None:
+    """A unit without a gradient sends none, and of the others the trained parameters alone."""
+    run_forks(4, _frozen, (), TIMEOUT)
+
+
+def _freeze(model: nn.Sequential) -> nn.Sequential:
+    model[0].requires_grad_(False)
+    model[4].bias.requires_grad_(False)
+    return model
+
+
+def _frozen(rank: int) -> None:
+    with nodes("aabb"):
+        model = _model(first=_freeze)
+        for _ in range(2):
+            model.zero_grad()
+            model(_batch(rank)).sum().backward()
+        trained = [p for p in model.parameters() if p.requires_grad]
+        assert len(trained) == 2 and _ways(model) == {"LevelReduce"}
+        for found, wanted in zip([p.grad.full_tensor() for p in trained], _sums("aabb", _freeze), strict=True):
+            assert torch.equal(found, wanted)
+
+
+@pytest.mark.parametrize("rates", [SLOW_LINK, pytest.param(SLOW_MEMORY, marks=pytest.mark.slow)])
+def test_optional_units_that_some_ranks_leave_out(rates: Rates) -> None:
+    run_forks(4, _optional, (rates,), TIMEOUT)
+
+
+def _optional(rank: int, rates: Rates) -> None:
+    found = []
+    for names in ("aabb", "aaaa"):
+        with nodes(names, rates):
+            model = optional_units.shard(_seeded(optional_units.Model), mark=True)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            for step in optional_units.STEPS:
+                optional_units.loss_of(model, step, rank, optional_units.parts_of(step, rank)).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            assert _ways(model) == {"LevelReduce" if names == "aabb" else "ExchangeReduce"}
+            found.append([p.full_tensor() for p in model.parameters()])
+    for two, one in zip(*found, strict=True):
+        # Sums of four in another order, in each of the steps.
+        assert (two - one).abs().max() <= len(optional_units.STEPS) * 4 * 2.0**-23 * one.abs().max()
+
+
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")
+def test_beside_tensor_parallelism() -> None:
+    """Each node has two ranks along `tp` and two that share parameters; these travel to the other node."""
+    run_forks(8, _beside_tp, (), TIMEOUT)
+
+
+def _beside_tp(rank: int) -> None:
+    expected = tensor_parallel.train_plain(tensor_parallel.blocks(), 4, 2)
+    with nodes("aaaabbbb"):
+        mesh = init_device_mesh("cpu", (4, 2), mesh_dim_names=("dp", "tp"))
+        model: Any = tensor_parallel.blocks()
+        tensor_parallel.plan_tp(model, mesh["tp"], sequence=False)
+        for block in model:
+            fully_shard(block, mesh=mesh["dp"])
+        fully_shard(model, mesh=mesh["dp"])
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        for step in range(2):
+            optimizer.zero_grad()
+            model(tensor_parallel.batch(step, mesh.get_local_rank("dp"))).square().mean().backward()
+            optimizer.step()
+            for name, value in tensor_parallel.collect(model, optimizer).items():
+                tolerance.assert_close(value, expected[step][name], what=f"step {step} {name}")
+        assert _ways(model) == {"LevelReduce"}
+        hosts = fullshard.report(model).hosts
+        assert hosts is not None and (hosts.number, hosts.ways) == (2, "two levels")
 
 
 # ---- bytes -----------------------------------------------------------------------------------------------------------

@@ -140,7 +140,7 @@ def sizes_of(unit: Unit, positions: Sequence[int], kind: str, *, keep: bool = Fa
             continue
         if links.shard.world > 1:
             among = f"/{block.group.world}" if block is not None else ""
-            levels = "/levels" if links.shard.levels is not None and block is None else ""
+            levels = f"/{links.shard.ways.gather}" if links.shard.levels is not None and block is None else ""
             texts.append(f"{_name(group.precision.compute)}*{group.pack.padded_local_numel}{among}{levels}")
     return "+".join(texts)
 
@@ -150,7 +150,7 @@ def _way(unit: Unit, links: Links) -> str:
     if _is_native(unit):
         return "/torch"
     if links.in_levels:
-        return "/levels"
+        return f"/{links.reducing.ways.reduce}"
     return "" if links.shard.world == 1 or links.exchanges else "/native"
 
 

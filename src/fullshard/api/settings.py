@@ -142,12 +142,12 @@ def set_communication(self: object, strategy: str, *, recurse: bool = True) -> N
     """Select the communication strategy; not in torch.
 
     `"auto"`: the fastest measured for the backend. On gloo within one node, gradients use an all-to-all and are summed
-    on arrival; over two to eight nodes with equally many ranks, parameters and gradients travel in two levels, so that
-    least crosses between nodes; on NCCL, and otherwise across nodes, the backend reduces them. `"torch"`: one
-    all-gather and one reduce-scatter per unit and parameter dtype, and one all-reduce over replicas, in the reduce
-    dtype: for programs that count collectives. `"all-to-all"`: `"auto"`, with the all-to-all within a node on every
-    backend; collective.
-    `"one-level"`: `"auto"` without the two levels, for nodes whose link is as fast as their memory.
+    on arrival; over nodes with equally many ranks, messages travel in one level or in two, whichever is faster at the
+    rates that are measured when the root forms, with the same bits; on NCCL, and otherwise across nodes, the backend
+    reduces them. `"torch"`: one all-gather and one reduce-scatter per unit and parameter dtype, and one all-reduce over
+    replicas, in the reduce dtype: for programs that count collectives. `"all-to-all"`: `"auto"`, with the all-to-all
+    within a node on every backend; collective.
+    `"one-level"`, `"two-levels"`: `"auto"`, in this way, without measuring.
     The default is set by the environment (`FULLSHARD_COMMUNICATION`). Raises `ValueError` for another strategy, and for
     `"all-to-all"` between nodes: here, or in the first forward if none has run.
     """

@@ -57,7 +57,9 @@ def add_command(commands: Any) -> None:
     plan.add_argument(
         "--hosts", type=int, metavar="N", help="hosts of the ranks: what each sends to others (default: not counted)"
     )
-    plan.add_argument("--one-level", action="store_true", help="with --hosts: no messages in two levels")
+    ways = plan.add_mutually_exclusive_group()
+    ways.add_argument("--one-level", action="store_true", help="with --hosts: messages from rank to rank")
+    ways.add_argument("--two-levels", action="store_true", help="or between hosts first (default: what is faster)")
     add_axes(plan, context=True)
     plan.add_argument(
         "--reshard", metavar="always|never|N", help="reshard_after_forward of the units (default: always)"
@@ -458,15 +460,18 @@ def _about(program: Program, plan: Parallelism, ranks: int, sequence: int, *, ow
 
 def _with_dials(strategy: Strategy, arguments: argparse.Namespace) -> Strategy:
     """`strategy` with what the command line says."""
+    from fullshard.plan.hosts import ONE_LEVEL, TWO_LEVELS
     from fullshard.plan.recomputation import on_host
 
     changes: dict[str, Any] = {}
     if arguments.replicas is not None:
         changes["replicas"] = arguments.replicas
     if arguments.hosts is not None:
-        changes |= {"hosts": arguments.hosts, "levels": not arguments.one_level}
-    elif arguments.one_level:
-        raise ValueError("--one-level: expected --hosts beside it; add it, or leave this out")
+        ways = ONE_LEVEL if arguments.one_level else TWO_LEVELS if arguments.two_levels else None
+        changes |= {"hosts": arguments.hosts, "ways": ways}
+    elif arguments.one_level or arguments.two_levels:
+        option = "--one-level" if arguments.one_level else "--two-levels"
+        raise ValueError(f"{option}: expected --hosts beside it; add it, or leave this out")
     if arguments.reshard is not None:
         changes["reshard"] = _reshard(arguments.reshard)
     micro = strategy.micro if arguments.micro is None else arguments.micro

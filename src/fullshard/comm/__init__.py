@@ -1,7 +1,7 @@
 """The only subpackage that calls collectives. It handles buffers, never parameters or phases.
 
 `group` (process groups and their collectives), `gather` and `reduce` (how parameters and gradients travel), `choice`
-(which way gradients take), `pool` (buffers of messages),
+(which way messages take), `rates` (measured, for that), `pool` (buffers of messages),
 `comparison` (digests compared between ranks), `messages` (texts and small sums), `offload` (shards on the host),
 `data_group` (groups that can be cut when a peer fails),
 `exchange` (parts of tensors from one layout to another one), `owner_line` (whole matrices to
@@ -62,6 +62,7 @@ from .offload import uploading as uploading
 from .owner_line import OwnerLine as OwnerLine
 from .owner_line import owner_ranks as owner_ranks
 from .pool import BufferPool as BufferPool
+from .rates import known_rates as known_rates
 from .reduce import Dtypes as Dtypes
 from .reduce import Outgoing as Outgoing
 from .reduce import Parts as Parts

@@ -1,25 +1,37 @@
 """Chooses the strategy that reduces the gradients of a group: `reduce.py` has a table of them, and those that send.
 
-Gradients use an all-to-all within a node, and between nodes with one rank each. With more ranks it would send more
-than has to cross: gloo's messages go in two levels there (`levels.py`), and other backends route for their network
-(ADR 0005).
+Gradients use an all-to-all within a node, and between nodes with one rank each. With more ranks on each node gloo's
+messages go in two levels or in one, whichever is faster by counted bytes and measured rates (`rates.py`); gradients are
+summed in one order in either case (`levels.py`). Other backends route for their network (ADR 0005).
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..layout import FlatLayout, Levels, ReduceLayout, ShardLayout, direct_gradients, levels_of
+from ..layout import (
+    ONE_LEVEL,
+    TWO_LEVELS,
+    FlatLayout,
+    HostGroups,
+    ReduceLayout,
+    ShardLayout,
+    Ways,
+    direct_gradients,
+    on_hosts,
+)
 from ..peers import node, same_on_all, scope_of, tell
 from ..policy import Controls, resolve_scale
 from .gather import CustomBuffers, CustomGroup
 from .group import Links
 from .levels import LevelReduce
 from .pool import BufferPool
+from .rates import measured
 from .reduce import (
     Dtypes,
     ExchangeReduce,
@@ -49,68 +61,80 @@ def direct_of(
     return tuple(i for i, layout in enumerate(layouts) if i in gathered and layout.padded_full_numel == layout.numel)
 
 
-class _GroupNodes(NamedTuple):
-    """Where the ranks of a group are. several: on several nodes, one of them or another group of its mesh; apart: each
-    on a node of its own; levels: of the group, if messages may go in two. The last two are equal in all groups."""
+class _Location(NamedTuple):
+    """Where the ranks of a mesh are. several: a group that shares parameters is on several nodes; hosts: all of them,
+    if it is one or messages go from rank to rank."""
 
     several: bool = False
-    apart: bool = False
-    levels: Levels | None = None
+    hosts: HostGroups | None = None
 
 
 class Nodes:
-    """Finds out which groups of one root span several nodes. All ranks make the same calls in the same order."""
+    """Finds out which groups of one root span several nodes, and how messages go between them. All ranks make the same
+    calls in the same order."""
 
     def __init__(self) -> None:
         # Keyed by the ranks of the mesh and of the group.
-        self._places: dict[tuple[tuple[int, ...], ...], _GroupNodes] = {}
+        self._places: dict[tuple[tuple[int, ...], ...], _Location] = {}
 
     def locate(self, links: Links, strategy: str) -> Links:
-        """`links` as `strategy` uses them, wherever their ranks are. Once per group: two questions to the store, and
-        two more on several nodes.
+        """`links` as `strategy` uses them, wherever their ranks are. Once per group: a question to the store, another
+        one on several nodes, and messages of `measured` where there are two ways.
 
         Raises `ValueError` on all ranks for "all-to-all" between nodes.
         """
-        links = links.under(strategy)
-        place = _GroupNodes()
+        links, levels, ways = links.under(strategy), None, ONE_LEVEL
         if links.shard.world > 1 and links.exchanges:
             key = links.everyone, links.shard.ranks
             if key not in self._places:
-                self._places[key] = _nodes_of(links)
-            place = self._places[key]
-            if place.several and strategy == "all-to-all":
+                self._places[key] = _place_of(links)
+            several, hosts = self._places[key]
+            if several and strategy == "all-to-all":
                 raise ValueError(
                     'set_communication("all-to-all"): expected the ranks that share parameters on one node, found '
                     'several; use "auto", which exchanges gradients within a node and lets the backend reduce them '
                     "between nodes"
                 )
-            links = links._replace(exchanges=not place.several or place.apart)
+            links = links._replace(exchanges=not several)
+            if hosts is not None:
+                if hosts.levels is not None:
+                    levels, ways = hosts.levels, _ways_of(links, hosts, strategy)
+                links = links._replace(exchanges=hosts.exchanges, hosts=hosts._replace(ways=ways))
         for group in (links.shard, links.reduce):
             if group is not None:
-                group.use_levels(None if strategy == "one-level" else place.levels)
+                group.use_levels(levels, ways)
         return links
 
 
-def _nodes_of(links: Links) -> _GroupNodes:
+def _ways_of(links: Links, hosts: HostGroups, strategy: str) -> Ways:
+    if strategy in _WAYS:
+        return _WAYS[strategy]
+    return hosts.fastest(measured(links, hosts))
+
+
+_WAYS = {"one-level": ONE_LEVEL, "two-levels": TWO_LEVELS}
+
+
+def _place_of(links: Links) -> _Location:
     """Equal in all groups of the mesh, because replicas must sum in one dtype."""
     shard, everyone = scope_of(links.shard.ranks), scope_of(links.everyone)
     if shard is None or everyone is None:
-        return _GroupNodes()
-    several = not same_on_all(shard, "the node of this rank", node())
+        return _Location()
+    # A digest: all ranks get those of all.
+    here = hashlib.blake2s(node().encode(), digest_size=6).hexdigest()
+    if same_on_all(everyone, "the node of this rank", here):
+        return _Location(hosts=HostGroups(links.shard.backend, exchanges=True))
+    if links.shard.sends_in_pairs:
+        nodes, size = tell(everyone, "the nodes of all ranks", here), links.shard.world
+        # Process groups have their ranks in order.
+        groups = [sorted(links.everyone[first : first + size]) for first in range(0, len(links.everyone), size)]
+        rows = [[nodes[rank] for rank in group] for group in groups]
+        return _Location(any(len(set(row)) > 1 for row in rows), on_hosts(rows, links.shard.backend))
+    several = shard is everyone or not same_on_all(shard, "the node of this rank", here)
     if shard is not everyone:
         same = same_on_all(everyone, "whether ranks that share parameters are on several nodes", str(several))
         several = several or not same
-    if not several or not links.shard.sends_in_pairs:
-        return _GroupNodes(several)
-    # One answer for all ranks, with each node once.
-    nodes = tell(shard, "the nodes of all ranks", node())
-    found = [nodes[rank] for rank in links.shard.ranks]
-    apart, levels = len(set(found)) == len(found), levels_of(found)
-    if shard is not everyone and not same_on_all(
-        everyone, "how ranks that share parameters are on nodes", f"{apart} {levels is not None}"
-    ):
-        apart, levels = False, None
-    return _GroupNodes(several, apart, levels)
+    return _Location(several)
 
 
 def reduce_channel(

@@ -27,7 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import ReduceScatterOptions
 
 from .._torch import new_group
-from ..layout import Levels, exchanges_gradients, groups_messages, sends_in_pairs
+from ..layout import ONE_LEVEL, HostGroups, Levels, Ways, exchanges_gradients, groups_messages, sends_in_pairs
 from ..peers import Scope, ask, scope_of
 from .data_group import (
     CARRIED,
@@ -52,8 +52,9 @@ class ShardGroup(Line):
     whatever name torch has for it), "fake", "threaded" ...; of a group that torch does not know, such as a data
     group's, the caller says it."""
 
-    # The nodes of its ranks, if messages go in two levels (`use_levels`).
+    # The nodes of its ranks, in the order of which gradients are summed, and the ways of messages (`use_levels`).
     levels: Levels | None = None
+    ways: Ways = ONE_LEVEL
 
     def __init__(self, process_group: dist.ProcessGroup, device: torch.device, backend: str | None = None) -> None:
         super().__init__(process_group)
@@ -82,11 +83,11 @@ class ShardGroup(Line):
         """The members' ranks in the default group."""
         return tuple(dist.get_process_group_ranks(self.origin))
 
-    def use_levels(self, levels: Levels | None) -> None:
-        """Send in two levels between these nodes from now on; None: in one (`choice.Nodes` decides)."""
-        self.levels = levels
+    def use_levels(self, levels: Levels | None, ways: Ways) -> None:
+        """Sum in the order of these nodes from now on, and send in these `ways` (`choice.Nodes` decides)."""
+        self.levels, self.ways = levels, ways
         # Bound here and not asked at each gather: most groups have no levels, and a step gathers often.
-        if levels is None:
+        if levels is None or ways.gather != "levels":
             vars(self).pop("gather_into", None)
         else:
             self.gather_into = self._gather_in_levels  # type: ignore[method-assign]
@@ -96,9 +97,9 @@ class ShardGroup(Line):
 
     def gather_each(self, outs: Sequence[Tensor], pieces: Sequence[Tensor]) -> list[Work]:
         """`gather_into` for each pair, as one group of messages if the backend can."""
-        if self.levels is not None:
+        if self.levels is not None and self.ways.gather == "levels":
             return [self.send(gather_in_levels, self.process_group, self.levels, outs, pieces)]
-        if self.sends_in_pairs:
+        if self.sends_in_pairs and self.ways.gather == "pairs":
             return [self.send(gather_each, self.process_group, outs, pieces)]
         if len(outs) > 1 and self.one_launch:
             known = list(outs), list(pieces)
@@ -133,7 +134,7 @@ class ShardGroup(Line):
             scope.resume()
             ask(scope, "set_separate_reduce_scatter_group", "")
         made = self.some(self.ranks, "fullshard_reduce")
-        made.use_levels(self.levels)
+        made.use_levels(self.levels, self.ways)
         return made
 
     def some(self, ranks: Sequence[int], purpose: str) -> ShardGroup:
@@ -178,6 +179,8 @@ class Links(NamedTuple):
     everyone: tuple[int, ...] = ()
     # Whether gradients use an all-to-all and are summed on arrival, not reduced by the backend (`under`).
     exchanges: bool = False
+    # The hosts of the mesh, if ranks asked for them.
+    hosts: HostGroups | None = None
 
     @property
     def reducing(self) -> ShardGroup:
@@ -186,14 +189,14 @@ class Links(NamedTuple):
 
     @property
     def in_levels(self) -> bool:
-        """Whether gradients are exchanged and summed in two levels."""
+        """Whether gradients are summed in the order of nodes, in whichever way they come."""
         return self.reducing.levels is not None and not self.exchanges
 
     def under(self, strategy: str) -> Links:
         """These links as `strategy` uses them, if the ranks that share parameters are on one node: `Nodes.locate`
         knows."""
         exchanges = strategy == "all-to-all" or (strategy != "torch" and exchanges_gradients(self.shard.backend))
-        return self._replace(exchanges=exchanges)
+        return self._replace(exchanges=exchanges, hosts=None)
 
     def open(self, scope: Scope) -> None:
         """Open the data groups of all these groups."""
@@ -272,6 +275,9 @@ def backend_name(process_group: dist.ProcessGroup, device: torch.device) -> str:
 PARAMETERS_TAG = 0x66736864
 GRADIENTS_TAG = PARAMETERS_TAG + 1
 PASSED_ON_TAG = 0x66736870
+# Of gradients in one level, which would overtake the second stage of earlier ones under the same tag.
+ONE_LEVEL_TAG = PASSED_ON_TAG + 1
+RATES_TAG = PASSED_ON_TAG + 2
 
 
 def gather_each(group: dist.ProcessGroup, outs: Sequence[Tensor], pieces: Sequence[Tensor]) -> Works:

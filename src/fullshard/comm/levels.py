@@ -1,12 +1,14 @@
-"""Reduces gradients of ranks on several nodes in two levels (`layout.levels`), over messages from rank to rank.
+"""Reduces gradients of ranks on several nodes over messages from rank to rank, in two levels (`layout.levels`):
 
     1  within a node        each rank gets, of its neighbours, the chunks of its own counterparts and of itself,
                             and adds them in the order of the neighbours' ranks
     2  between nodes        each rank sends each counterpart the sum of its node, and adds the sums of all nodes in
                             the order of the nodes
 
-One order of summation, whatever arrives first: two runs give the same bits. What crosses is in the reduce dtype, as
-with a backend's reduce-scatter; sums are taken in the sum dtype.
+or in one: each rank gets, of all others, its own chunk, and makes the same sums in the same order with the same
+roundings. So the way that is faster gives the same bits as the other one, whatever arrives first, and two runs may take
+different ways. What is sent is in the reduce dtype, as with a backend's reduce-scatter; sums are taken in the sum
+dtype.
 """
 
 from __future__ import annotations
@@ -20,14 +22,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..layout import Levels, ReduceLayout
-from .group import GRADIENTS_TAG, ShardGroup
+from .group import GRADIENTS_TAG, ONE_LEVEL_TAG, ShardGroup
 from .pool import BufferPool
 from .reduce import MessageReduce, Parts, StagedReduction, Summation, sum_in_order
 from .relay import Relayed, relay
 
 
 class LevelReduce(MessageReduce):
-    """Sends over a `group` that has levels, and sums here. Results have the same bits in every run."""
+    """Sends over a `group` that has levels, and sums here. Results have the same bits in both ways."""
 
     compares = False
 
@@ -36,6 +38,7 @@ class LevelReduce(MessageReduce):
         assert group.levels is not None
         self.carries = True
         self._levels: Levels = group.levels
+        self._in_one = group.ways.reduce != "levels"
         # Divides before, as a backend's reduction: a sum of many float16 gradients overflows.
         self._divides_first = sums.scale.overflows
         if self._divides_first:
@@ -46,25 +49,43 @@ class LevelReduce(MessageReduce):
         (send,) = flight.buffers
         if self._divides_first and self.sums.scale.before != 1:
             send.tensor.div_(self.sums.scale.before)
-        chunk = self.layout.chunk_numel
-        numel = self.group.world * chunk
-        receive = self.pool.take(self._key, numel, dtype, self.group.device, self._chunks)
+        group, chunk = self.group, self.layout.chunk_numel
+        receive = self.pool.take(self._key, group.world * chunk, dtype, group.device, self._chunks)
         flight.buffers = send, receive
-        leaving = list(send.tensor.view(self.group.world, chunk).unbind())
-        work = self.group.send(
-            reduce_in_levels, self.group.process_group, self._levels, leaving, receive.views, self.sums.dtypes.sum
-        )
+        leaving = list(send.tensor.view(group.world, chunk).unbind())
+        if self._in_one:
+            arriving = {peer: [view] for peer, view in self._arriving(receive.views).items()}
+            work = group.exchange_each(arriving, {peer: [leaving[peer]] for peer in arriving}, ONE_LEVEL_TAG)
+        else:
+            work = group.send(
+                reduce_in_levels, group.process_group, self._levels, leaving, receive.views, self.sums.dtypes.sum
+            )
         flight.works = (work,)
         if flight.carried is not None:
-            flight.carried.ask_sharers(self.group)
+            flight.carried.ask_sharers(group)
 
     def total(self, flight: StagedReduction) -> Tensor:
         if flight.carried is not None:
             flight.carried.answered()
-        return sum_in_order(flight.buffers[1].views[: len(self._levels.nodes)], self.sums.dtypes.sum)
+        send, receive = flight.buffers
+        if not self._in_one:
+            return sum_in_order(receive.views[: len(self._levels.nodes)], self.sums.dtypes.sum)
+        rank, dtype = self.group.rank, self.sums.dtypes.sum
+        arrived = self._arriving(receive.views)
+        own = send.tensor.view(self.group.world, -1)[rank]
+        sums = []
+        for ranks in self._levels.nodes:
+            chunks = [own if peer == rank else arrived[peer] for peer in ranks]
+            sums.append(out := chunks[1] if ranks[0] == rank else chunks[0])
+            _sum_into(out, chunks, dtype)
+        return sum_in_order(sums, dtype)
 
     def _chunks(self, receive: Tensor) -> list[Tensor]:
         return list(receive.view(-1, self.layout.chunk_numel).unbind())
+
+    def _arriving(self, views: Sequence[Tensor]) -> dict[int, Tensor]:
+        """Where the chunk of each other rank arrives in one level."""
+        return {peer: views[peer] for peer in range(self.group.world) if peer != self.group.rank}
 
 
 def reduce_in_levels(

@@ -90,9 +90,9 @@ class Root:
         self.companion.forms()
         if any(unit.settings.manual_finalization for unit in self.units[1:]):
             refuse_below(self)
+        self.companion.connects(self.units)
         for unit in self.units:
             self._locate(unit, unit.settings.controls)
-        self.companion.connects(self.units)
         first.record.plan.keeps_in_evaluation = first.settings.reshard_after_forward is not None
         for unit in self.units:
             unit.gradients.on_arrival = partial(self._gradient_arrived, unit)

@@ -1,10 +1,10 @@
 """Pure arithmetic of sharding: one parameter, one unit, and bytes.
 
 Standard library only, so it imports without torch. Files: `shard` (one parameter; bytes per element), `flat` (one unit
-and its gradient messages), `gather` (direct or packed gathers; what stays between forward and backward), `levels`
-(ranks of several nodes), `memory` (bytes of one unit, and what fits into a number of bytes), `boxes` (parts of
-tensors), `names` and `routes` (what goes from one layout to another one), `owners` (which rank steps which whole
-matrix), `sequence` (sequences cut over ranks, and what attention sends).
+and its gradient messages), `gather` (direct or packed gathers; what stays between forward and backward), `levels` and
+`hosts` (ranks of several nodes; what each sends), `memory` (bytes of one unit, and what fits into a number of bytes),
+`boxes` (parts of tensors), `names` and `routes` (what goes from one layout to another one), `owners` (which rank steps
+which whole matrix), `sequence` (sequences cut over ranks, and what attention sends).
 """
 
 from .boxes import Box as Box
@@ -36,8 +36,18 @@ from .gather import plan_gather as plan_gather
 from .gather import secondary_layout as secondary_layout
 from .gather import sends_in_pairs as sends_in_pairs
 from .gather import total as total
+from .hosts import HostGroups as HostGroups
+from .hosts import on_hosts as on_hosts
+from .levels import ONE_LEVEL as ONE_LEVEL
+from .levels import TWO_LEVELS as TWO_LEVELS
 from .levels import Levels as Levels
+from .levels import Rates as Rates
+from .levels import Share as Share
+from .levels import Ways as Ways
+from .levels import crossing as crossing
+from .levels import fastest as fastest
 from .levels import levels_of as levels_of
+from .levels import staying as staying
 from .names import Link as Link
 from .names import Names as Names
 from .names import rename as rename

@@ -1,17 +1,22 @@
-"""Ranks of one group on several nodes, for messages in two levels: between nodes first, within each node after.
+"""Ranks of one group on several nodes: in which ways their messages can go, what crosses in each, and which is fastest.
 
-A ring over all W ranks sends (W - 1) / W of a unit over each link between nodes, and messages from rank to rank send L
-times what has to cross, with L ranks on each of N nodes. In two levels (N - 1) / N crosses: a rank exchanges with those
-of the same index on other nodes, its *counterparts*, and passes on to its *neighbours* on its node.
+    ring      around all ranks in their order, as a backend gathers      (W - 1) / W of a unit leave each node
+    pairs     from each rank to each other one                           L times what has to cross
+    levels    a rank exchanges with those of the same index on other     (N - 1) / N
+              nodes, its *counterparts*, and passes on to its
+              *neighbours* on its node
+
+with W ranks, L on each of N nodes. In two levels least leaves a node, and most stays within it: N times what pairs send
+there. So the rates of both decide (`fastest`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Hashable, Sequence
 from typing import NamedTuple
 
-# Beyond, two levels save a tenth or less of what a ring sends, and cost a second stage.
-MOST_NODES = 8
+# ---- ranks -----------------------------------------------------------------------------------------------------------
 
 
 class Levels(NamedTuple):
@@ -38,21 +43,122 @@ class Levels(NamedTuple):
         return tuple(other for other in self.nodes[self.place(rank)[0]] if other != rank)
 
 
-def levels_of(nodes: Sequence[str]) -> Levels | None:
-    """Returns the levels of a group whose ranks are on `nodes`, in the order of the ranks; None where one level is as
-    good: on one node, on more than `MOST_NODES`, with one rank on each, or with unequal numbers of ranks.
+def levels_of(nodes: Sequence[Hashable]) -> Levels | None:
+    """Returns the levels of a group whose ranks are on `nodes`, in the order of the ranks; None where there are none:
+    on one node, with one rank on each, or with unequal numbers of ranks.
 
-    >>> levels_of(["a", "a", "b", "b"])
+    >>> levels_of("aabb")
     Levels(nodes=((0, 1), (2, 3)))
-    >>> levels_of(["a", "b", "a", "b"])
+    >>> levels_of("abab")
     Levels(nodes=((0, 2), (1, 3)))
-    >>> levels_of(["a", "b"]), levels_of(["a", "a", "b"]), levels_of(["a", "a"])
+    >>> levels_of("ab"), levels_of("aab"), levels_of("aa")
     (None, None, None)
     """
-    found: dict[str, list[int]] = {}
+    found: dict[Hashable, list[int]] = {}
     for rank, node in enumerate(nodes):
         found.setdefault(node, []).append(rank)
     sizes = {len(ranks) for ranks in found.values()}
-    if not 1 < len(found) <= MOST_NODES or len(sizes) > 1 or sizes == {1}:
+    if len(found) < 2 or len(sizes) > 1 or sizes == {1}:
         return None
     return Levels(tuple(map(tuple, found.values())))
+
+
+# ---- bytes -----------------------------------------------------------------------------------------------------------
+
+
+class Share(NamedTuple):
+    """A part of a message, in each way."""
+
+    ring: float = 0.0
+    pairs: float = 0.0
+    levels: float = 0.0
+
+
+def crossing(groups: Sequence[Sequence[Hashable]]) -> Share:
+    """The part of a message that the busiest node sends to others, over all `groups`: the nodes of their ranks, in the
+    order of the ranks.
+
+    >>> crossing(["aabb"]), crossing(["abab"])
+    (Share(ring=0.75, pairs=1.0, levels=0.5), Share(ring=1.5, pairs=1.0, levels=0.5))
+    """
+    return _busiest(groups, leaves=True)
+
+
+def staying(groups: Sequence[Sequence[Hashable]]) -> Share:
+    """The part that the ranks of the busiest node send to each other.
+
+    >>> staying(["aabb"]), staying(["ab"])
+    (Share(ring=0.75, pairs=0.5, levels=1.0), Share(ring=0.0, pairs=0.0, levels=0.0))
+    """
+    return _busiest(groups, leaves=False)
+
+
+def _busiest(groups: Sequence[Sequence[Hashable]], *, leaves: bool) -> Share:
+    ring, pairs, levels = Counter[Hashable](), Counter[Hashable](), Counter[Hashable]()
+    for group in groups:
+        world, there = len(group), Counter(group)
+        for node, following in zip(group, [*group[1:], group[0]], strict=True):
+            ring[node] += ((node != following) == leaves) * (world - 1)
+        for node, count in there.items():
+            pairs[node] += count * ((world - count) if leaves else (count - 1))
+            levels[node] += count * ((len(there) - 1) if leaves else (count - 1) * len(there))
+    world = len(groups[0])
+    return Share(*(max(found.values(), default=0) / world for found in (ring, pairs, levels)))
+
+
+# ---- ways ------------------------------------------------------------------------------------------------------------
+
+
+class Rates(NamedTuple):
+    """Bytes per second that the ranks of a node send together: to those of another node, and to each other."""
+
+    between: float
+    within: float
+
+    def __str__(self) -> str:
+        return f"{self.between / 1e6:,.0f} MB/s between hosts and {self.within / 1e6:,.0f} within"
+
+
+class Ways(NamedTuple):
+    """How gathers go ("ring", "pairs" or "levels"), and gradients ("pairs" or "levels"; both are summed on arrival, in
+    one order).
+
+    >>> print(Ways("levels", "levels"), Ways("ring", "levels"), Ways(), sep="; ")
+    two levels; two levels, gathers around a ring; one level
+    """
+
+    gather: str = "pairs"
+    reduce: str = "pairs"
+
+    def __str__(self) -> str:
+        levels = "two levels" if self.reduce == "levels" else "one level"
+        return f"{levels}, gathers around a ring" if self.gather == "ring" else levels
+
+
+ONE_LEVEL, TWO_LEVELS = Ways(), Ways("levels", "levels")
+
+
+def seconds_per_byte(crosses: Share, stays: Share, rates: Rates) -> Share:
+    """The time that a byte of a message takes in each way. In one level both parts go beside each other. The stages of
+    two levels may do so as well, but are added: a message that is waited for has one after the other."""
+    between, within = rates
+    return Share(
+        max(crosses.ring / between, stays.ring / within),
+        max(crosses.pairs / between, stays.pairs / within),
+        crosses.levels / between + stays.levels / within,
+    )
+
+
+def fastest(crosses: Share, stays: Share, rates: Rates) -> Ways:
+    """The fastest ways at these rates. Among equals, pairs: their messages have one stage.
+
+    Two levels are taken where a node is faster than its link:
+
+    >>> aabb = crossing(["aabb"]), staying(["aabb"])
+    >>> fastest(*aabb, Rates(between=125e6, within=1.5e9)), fastest(*aabb, Rates(between=2e9, within=1.5e9))
+    (Ways(gather='levels', reduce='levels'), Ways(gather='pairs', reduce='pairs'))
+    """
+    time = seconds_per_byte(crosses, stays, rates)
+    reduce = "levels" if time.levels < time.pairs else "pairs"
+    gather = min(("pairs", "ring", "levels"), key=lambda way: getattr(time, way))
+    return Ways(gather, reduce)

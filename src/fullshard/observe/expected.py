@@ -6,18 +6,18 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from .._torch import local_of
-from ..comm import DataGroup, communicators, direct_of
+from ..comm import DataGroup, communicators, direct_of, known_rates
 from ..engine import Unit
 from ..engine.root import formed
 from ..engine.state_dict import standing_parameter as standing
-from ..layout import FlatLayout, GatherPlan, Term, UnitMemory, secondary_layout
+from ..layout import FlatLayout, GatherPlan, Rates, Term, UnitMemory, secondary_layout
 from ..param.initial import table_nbytes
 from ..plan.description import Parameter, UnitShape
 from ..plan.moments import Place, largest
@@ -26,6 +26,29 @@ from ..plan.strategy import Group, Limits
 from ..plan.strategy import Unit as PlannedUnit
 from ..policy import Options
 from ..schedule import UnitRecord
+
+
+class Hosts(NamedTuple):
+    """The hosts of a model's ranks. number: of hosts; sent_nbytes: by the busiest to others in a step of one forward
+    and backward; ways: of the messages between them, "" if there is no choice; rates: by which it was made, if they
+    were measured."""
+
+    number: int
+    sent_nbytes: int
+    ways: str
+    rates: Rates | None
+
+
+def hosts_of(found: Sequence[tuple[str, Unit]], leaving: int) -> Hosts | None:
+    """The hosts of all ranks of these units, which send `leaving`; None unless the ranks asked for them."""
+    links = [one for _, unit in found for one in unit.links if len(one.everyone) > 1]
+    if not links or any(one.hosts is None for one in links):
+        return None
+    hosts = {host for one in links if one.hosts is not None for row in one.hosts.rows for host in row}
+    choice = [one for one in links if one.hosts is not None and one.hosts.levels is not None]
+    ways = dict.fromkeys(str(one.hosts.ways) for one in choice if one.hosts is not None)
+    rates = next((rates for one in choice if (rates := known_rates(one.shard)) is not None), None)
+    return Hosts(max(len(hosts), 1), leaving, "; ".join(ways), rates)
 
 
 @dataclass(frozen=True)
@@ -112,7 +135,7 @@ def _planned(unit: Unit, position: int, name: str) -> Group:
         direct = direct_of(links, strategy, layouts, gathered, precision.wire.itemsize)
         sent_pack = FlatLayout.build(layouts, pack.align_numel, names=names, first=direct)
         sent = replace(memory, pack=sent_pack, direct_gradients=direct, kept=None)
-    return Group(memory, sent, parameters, 0, tuple(segment.name for segment in pack.segments))
+    return Group(memory, sent, parameters, 0, tuple(segment.name for segment in pack.segments), links.hosts)
 
 
 def _unit(unit: Unit, name: str) -> PlannedUnit:
@@ -239,8 +262,9 @@ def communicator_terms(found: Sequence[tuple[str, Unit]]) -> tuple[Term, ...]:
 
 def expected_peak(
     model: nn.Module, found: Sequence[tuple[str, Unit]], options: Options
-) -> tuple[str, tuple[Term, ...]]:
-    """The moment of the peak of parameters, gradients and messages, and its terms."""
+) -> tuple[str, tuple[Term, ...], int]:
+    """The moment of the peak of parameters, gradients and messages, and its terms; and bytes that a host sends to
+    others in that step."""
     root = formed(found[0][1])
     order = [record.name for record in root.run.forward_plan] if root is not None else []
     # In the order of the last run, else in definition order.
@@ -257,12 +281,12 @@ def expected_peak(
         chosen.gradient_nbytes,
     )
     places, records = _places(model, placed), _records(placed, planned)
-    moment, counted = largest(planned, places, limits, records)
+    moment, counted, leaving = largest(planned, places, limits, records)
     words = _Words(moment, planned, places, records)
     terms = [words.term(kind, name, nbytes) for kind, name, nbytes in counted]
     device = found[0][1].device
     table = 0 if device.type == "cpu" else table_nbytes(device)
-    return moment, (*terms, *([Term("table of the digests of initial values", table)] if table else []))
+    return moment, (*terms, *([Term("table of the digests of initial values", table)] if table else [])), leaving
 
 
 _NAMES = {

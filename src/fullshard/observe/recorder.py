@@ -36,6 +36,7 @@ from ..engine.unit import module_units
 from ..peers import mode
 from ..policy.arguments import expect_module, expect_whole
 from ..see import record
+from .expected import hosts_of
 from .rows import StepRows, units_of
 
 # Where the steps of a root are recorded, for reports.
@@ -237,6 +238,7 @@ class Recorder:
                 "prefetch_nbytes": first.run.prefetch_nbytes,
                 "reductions_in_flight": first.options.reductions_in_flight,
                 "communication": first.options.communication,
+                "between_hosts": _between_hosts(first),
                 "guard": mode(),
                 "threads": torch.get_num_threads(),
             },
@@ -251,6 +253,12 @@ class Recorder:
 
 
 _NO_ROWS: Any = object()
+
+
+def _between_hosts(root: Root) -> str | None:
+    """Returns the ways of messages between hosts; None where there is no choice."""
+    hosts = hosts_of([("", unit) for unit in root.units], 0)
+    return (hosts.ways or None) if hosts is not None else None
 
 
 def _finite(value: float | Tensor | None) -> float | None:

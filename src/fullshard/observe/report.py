@@ -30,7 +30,16 @@ from ..param import PendingGrad, ShardedParam
 from ..policy import Options, resolve_precision
 from ..policy.arguments import expect, expect_module, is_optimizer
 from ..see.timeline import human as human
-from .expected import Bytes, Held, communicator_terms, expected_of, expected_peak, kept_nbytes
+from .expected import (
+    Bytes,
+    Held,
+    Hosts,
+    communicator_terms,
+    expected_of,
+    expected_peak,
+    hosts_of,
+    kept_nbytes,
+)
 from .recorder import recorded_in
 
 if TYPE_CHECKING:
@@ -75,6 +84,8 @@ def _below(report: Report) -> list[str]:
             f"communicators beside the mesh's own: {names}; at most {nbytes} outside of the allocator, estimated from "
             f"NCCL's defaults, not measured"
         )
+    if report.hosts is not None and report.hosts.number > 1:
+        lines.append(words_of(report.hosts))
     if report.record is not None:
         lines.append(f"steps are recorded: fullshard see {report.record}")
     kept = sum(unit.kept_nbytes for unit in report.units)
@@ -106,6 +117,13 @@ def _below(report: Report) -> list[str]:
     if more:
         lines.append(f"not sharded: {len(more)} more, {human(sum(item.nbytes for item in more))}")
     return lines + [f"note: {note}" for note in report.notes]
+
+
+def words_of(hosts: Hosts) -> str:
+    """Returns what each of several hosts sends, as a line."""
+    sent = f"between {hosts.number} hosts: each sends {human(hosts.sent_nbytes)} in a step"
+    chosen = "" if hosts.rates is None else f" (measured: {hosts.rates})"
+    return f"{sent}, in {hosts.ways}{chosen}" if hosts.ways else sent
 
 
 def _figures(unit: UnitReport) -> tuple[object, ...]:
@@ -211,6 +229,8 @@ class Report:
     communicators: tuple[Term, ...]
     # The likely mistakes.
     notes: tuple[str, ...]
+    # The hosts of all ranks, and what each sends; None unless the ranks know them: on gloo, once a root formed.
+    hosts: Hosts | None = None
     # The folder in which a `Recorder` keeps the steps, for `fullshard see`; None: not recorded.
     record: str | None = None
     # The dtype that units without a reduce_dtype follow: "grad_dtype", or "param_dtype" (FULLSHARD_REDUCE_DTYPE).
@@ -223,7 +243,11 @@ class Report:
     def to_json(self) -> str:
         """All fields as one JSON object."""
         terms = {name: [t._asdict() for t in getattr(self, name)] for name in ("peak_terms", "communicators")}
-        return json.dumps(asdict(self) | terms | {"peak_nbytes": self.peak_nbytes})
+        hosts = None
+        if self.hosts is not None:
+            rates = None if self.hosts.rates is None else self.hosts.rates._asdict()
+            hosts = self.hosts._asdict() | {"rates": rates}
+        return json.dumps(asdict(self) | terms | {"peak_nbytes": self.peak_nbytes, "hosts": hosts})
 
     def __str__(self) -> str:
         return render(self)
@@ -263,7 +287,7 @@ def report(model: nn.Module, optimizer: Optimizer | None = None) -> Report:
     unsharded = _unsharded(model, [unit for _, unit in found])
     first = found[0][1]
     options = first.root.options if first.root is not None else Options.current()
-    moment, terms = expected_peak(model, found, options)
+    moment, terms, leaving = expected_peak(model, found, options)
     folders = [recorded_in(root) for root in {formed(unit): None for _, unit in found} if isinstance(root, Root)]
     pools = {root.shared for root in (formed(unit) for _, unit in found) if root is not None}
     return Report(
@@ -276,6 +300,7 @@ def report(model: nn.Module, optimizer: Optimizer | None = None) -> Report:
         peak_moment=moment,
         peak_terms=terms,
         communicators=communicator_terms(found),
+        hosts=hosts_of(found, leaving),
         notes=_notes(model, found, rows, unsharded, held),
         record=next((str(folder) for folder in folders if folder is not None), None),
         reduce_default=next((g.precision.wanted.follows for _, unit in found for g in unit.groups), "grad_dtype"),

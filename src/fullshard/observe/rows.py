@@ -45,6 +45,9 @@ def message_nbytes(call: str, arguments: Sequence[Any], world: int) -> int:
     if call.endswith("_each"):  # (group, outputs, ...), of other ranks or of all
         received = _nbytes(arguments[1])
         return received if call == "exchange_each" else received - received // world
+    if call.endswith("_in_levels"):  # (group, levels, outputs, pieces), or (group, levels, leaving, arriving, dtype)
+        received = _nbytes(arguments[2 if call == "gather_in_levels" else 3])
+        return received - received // world
     whole = max(_nbytes(arguments[0]), _nbytes(arguments[1]) if "reduce_scatter" in call else 0)
     if "broadcast" in call:
         return whole

@@ -29,11 +29,12 @@ class Place(NamedTuple):
 
 
 class Peak(NamedTuple):
-    """The largest moment of a step: its phase (`backward layers.3`), and (kind, unit, bytes), in the order of
-    `KINDS`."""
+    """The largest moment of a step: its phase (`backward layers.3`), and (kind, unit, bytes), in the order of `KINDS`;
+    and `leaving`: bytes that a host sends to others in the step."""
 
     phase: str
     terms: tuple[tuple[str, str, int], ...]
+    leaving: int = 0
 
 
 def empty_step(units: Sequence[Unit], places: Sequence[Place]) -> Step:
@@ -90,4 +91,8 @@ def largest(
     simulation.run(empty_step(units, places))
     order = {unit.shape.title: place for place, unit in enumerate(units)}
     terms = sorted(simulation.bytes.at_most, key=lambda term: (KINDS.index(term[0]), order[term[1]]))
-    return Peak(simulation.found.peak.phase, tuple((kind, name, round(nbytes)) for kind, name, nbytes in terms))
+    return Peak(
+        simulation.found.peak.phase,
+        tuple((kind, name, round(nbytes)) for kind, name, nbytes in terms),
+        round(sum(traffic.leaving for traffic in simulation.found.traffic.values())),
+    )

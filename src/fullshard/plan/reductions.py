@@ -149,7 +149,7 @@ class Reductions:
             ranks = sent.pack.world
             kind = "all-to-all" if sent.exchanges else "reduce-scatter"
             nbytes, calls = group.reduced_message_nbytes, group.reduce_calls
-            leaving = self.strategy.placed.reduced(nbytes, self.strategy.backend)
+            leaving = (group.placed or self.strategy.placed).reduced(nbytes)
             stride = self.strategy.stride(ranks)
             flight.arrives = self.clock.send("shard", ranks, stride, nbytes, calls, kind, leaving=leaving)
             self.sharing.append(flight)
@@ -178,9 +178,8 @@ class Reductions:
 
     def _all_reduce(self, group: Group) -> float:
         nbytes = group.replicated_message_nbytes
-        ranks, apart = self.strategy.replicas, self.strategy.shard * self.strategy.tensor
-        # Around a ring, twice.
-        leaving = 2 * nbytes * self.strategy.placed.replicate.ring
+        ranks, apart = 0 if group.sent is None else group.sent.replicas, self.strategy.shard * self.strategy.tensor
+        leaving = (group.placed or self.strategy.placed).replicated(nbytes)
         return self.clock.send("replicate", ranks, apart, nbytes, 1, "all-reduce", leaving=leaving)
 
     def advance(self, flights: deque[Flight]) -> None:

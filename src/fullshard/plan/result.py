@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from math import sqrt
 from typing import Any
 
-from ..layout import itemsize
+from ..layout import ONE_LEVEL, TWO_LEVELS, Rates, Ways, itemsize
 from .account import KINDS, Simulated
 from .description import OUTSIDE, Model, Sent
 from .machine import Hardware
@@ -53,13 +53,16 @@ class Plan:
     checkpoints: Checkpoints
     host_terms: tuple[tuple[str, float], ...] = ()
     host_budget: float = 0.0
-    in_one_level: Simulated | None = None  # the same step, if messages go in two levels
+    # The same step with its messages in other ways between the hosts, if they have a choice.
+    other_ways: tuple[tuple[Ways, Simulated], ...] = ()
 
     @property
     def sent_by_host(self) -> dict[str, float]:
         """Bytes that the interface of the busiest host sends in a step, first in the way of the plan. Empty on one."""
-        found = {"one level": self.in_one_level or self.simulated}
-        found = found if self.in_one_level is None else {"two levels": self.simulated} | found
+        placed = self.strategy.placed
+        # Without levels there is one way: the backend's, or from rank to rank.
+        found = {str(ONE_LEVEL if placed.levels is None else placed.ways): self.simulated}
+        found |= {str(ways): simulated for ways, simulated in self.other_ways}
         sums = {way: sum(t.leaving for t in one.traffic.values()) for way, one in found.items()}
         return sums if self.strategy.hosts > 1 else {}
 
@@ -241,10 +244,16 @@ def plan_of(
     if strategy.float8 and not hardware.float8:
         raise ValueError(f"float8: expected a device with products in float8, found {hardware.name}")
     hardware = hardware if strategy.hosts == 1 else replace(hardware, node=strategy.ranks // strategy.hosts)
+    others: list[Ways] = []
+    if strategy.placed.levels is not None:
+        if strategy.ways is None:
+            strategy = replace(strategy, ways=strategy.placed.fastest(_rates(hardware)))
+        others = [ways for ways in (TWO_LEVELS, ONE_LEVEL) if ways != strategy.ways]
     units = units_of(model, strategy)
     simulated = simulate(units, step, strategy, hardware, model.buffer_nbytes)
-    other, levels = replace(strategy, levels=False), strategy.placed.in_levels
-    one_level = simulate(units_of(model, other), step, other, hardware, model.buffer_nbytes) if levels else None
+    other_ways = tuple(
+        (ways, simulate(units, step, replace(strategy, ways=ways), hardware, model.buffer_nbytes)) for ways in others
+    )
     by_kind = list(zip(KINDS, simulated.peak.nbytes, strict=True))
     axes = [strategy.shard, strategy.replicas, max(unit.part for unit in units), strategy.tensor, strategy.context]
     axes += [strategy.experts, max((p.shards for unit in units for p in unit.shape.parameters), default=0)]
@@ -269,8 +278,13 @@ def plan_of(
         checkpoints_of(units, strategy, hardware, failure_hours),
         simulated.on_host,
         hardware.host_memory if host_budget is None else host_budget,
-        one_level,
+        other_ways,
     )
+
+
+def _rates(hardware: Hardware) -> Rates:
+    """Returns what the devices of a node send together, by the profile."""
+    return Rates(hardware.node * hardware.inter_node, hardware.node * hardware.intra_node)
 
 
 def checkpoints_of(units: Sequence[Unit], strategy: Strategy, hardware: Hardware, failure_hours: float) -> Checkpoints:

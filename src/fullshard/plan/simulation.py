@@ -14,7 +14,6 @@ from ..schedule import Command, RunRecord, UnitRecord, Use, rules
 from .account import KINDS, Bytes, Exposed, Moment, Pool, Simulated, Traffic
 from .clock import AXES, Clock
 from .description import OUTSIDE, Parameter
-from .hosts import of_blocks
 from .machine import Hardware
 from .owners import owners_step
 from .reductions import Reductions
@@ -242,7 +241,7 @@ class Simulation:
             self.bytes.add("full parameters", name, memory.arriving_nbytes)
             self.pool.take("staging", name, _staging_key(group), memory.staging_nbytes)
             ranks, nbytes, calls = memory.pack.world, group.gathered_nbytes, group.gather_calls
-            leaving = self.strategy.placed.gathered(*group.gathered_parts, self.strategy.backend)
+            leaving = (group.placed or self.strategy.placed).gathered(*group.gathered_parts)
             sent = self.clock.send("shard", ranks, self.strategy.stride(ranks), nbytes, calls, leaving=leaving)
             arrives = max(arrives, sent)
         self.arrivals[record.index] = arrives
@@ -254,8 +253,7 @@ class Simulation:
             self.bytes.add("full parameters", name, memory.arriving_nbytes)
             self.pool.take("staging", name, _staging_key(group, kept=True), memory.secondary_staging_nbytes)
             stride = self.strategy.stride(memory.pack.world)
-            share = of_blocks(self.strategy.ranks, unit.part, self.strategy.hosts)
-            leaving = self.strategy.placed.gathered(*group.kept_gathered_parts, self.strategy.backend, share)
+            leaving = (group.placed or self.strategy.placed).gathered(*group.kept_gathered_parts, unit.part)
             nbytes, calls = group.kept_gathered_nbytes, group.gather_calls
             sent = self.clock.send("block", unit.part, stride, nbytes, calls, leaving=leaving)
             arrives = max(arrives, sent)

@@ -10,8 +10,10 @@ from typing import NamedTuple
 from ..layout import (
     FlatLayout,
     GatherPlan,
+    HostGroups,
     ShardLayout,
     UnitMemory,
+    Ways,
     align_numel,
     direct_gradients,
     direct_indices,
@@ -22,7 +24,7 @@ from ..layout import (
     secondary_layout,
 )
 from .description import Model, Parameter, UnitShape
-from .hosts import HostGroups, on_hosts
+from .hosts import numbered
 from .recomputation import NONE, RECOMPUTATIONS, is_on_host, is_way, on_host, without_host
 
 # As `api/fully_shard.py` has it: full parameters of this many bytes travel by themselves where messages are grouped.
@@ -70,7 +72,8 @@ class Strategy:
     cannot share evenly is cut along another dim, if they can share that (`shard_placement_fn`). `compiled`: units are
     compiled, which changes times alone; `float8`: so do linear layers in float8, whose gathers have `compute`;
     `compiled_loss`: the loss is, which changes what it holds (`compiled`).
-    `hosts`: on which the ranks are, equally many on each; `levels`: messages may go in two levels between them.
+    `hosts`: on which the ranks are, equally many on each; `ways`: of messages between them, None for the fastest on the
+    hardware.
 
     >>> Strategy(ranks=16, replicas=2).shard, Strategy(ranks=16, replicas=2, tensor=4).shard
     (8, 2)
@@ -99,7 +102,7 @@ class Strategy:
     float8: bool = False
     experts: int = 1
     hosts: int = 1
-    levels: bool = True
+    ways: Ways | None = None
 
     def __post_init__(self) -> None:
         for name in ("ranks", "replicas", "micro", "accumulate", "tensor", "context", "experts", "hosts"):
@@ -162,7 +165,8 @@ class Strategy:
     @property
     def placed(self) -> HostGroups:
         """The groups of its ranks on its hosts."""
-        return on_hosts(self.ranks, self.shard, self.hosts, self.backend, levels=self.levels)
+        found = numbered(self.ranks, self.shard, self.hosts, self.backend)
+        return found if self.ways is None else found._replace(ways=self.ways)
 
     @property
     def computed(self) -> str:
@@ -234,6 +238,8 @@ class Group:
     state_nbytes: int
     # The names of the parameters within their unit. Message buffers are shared by layouts of equal names.
     names: tuple[str, ...] = ()
+    # Where its ranks are, unless the strategy says it.
+    placed: HostGroups | None = None
 
     @property
     def sent_names(self) -> tuple[str, ...]:
@@ -438,7 +444,7 @@ def _layouts(
     plan = plan_gather(pack, compute, backend=backend, direct_threshold_nbytes=threshold)
     exchanges, in_levels = exchanges_gradients(backend), False
     if strategy.hosts > 1:
-        exchanges, in_levels = strategy.placed.exchanges, strategy.placed.in_levels
+        exchanges, in_levels = strategy.placed.exchanges, strategy.placed.levels is not None
     sums_here = (exchanges or in_levels) and world > 1
     # A window holds gradients in the reduce dtype, and sends them in it.
     held = reduce if strategy.accumulate > 1 and not strategy.send_each else 0

@@ -1,11 +1,11 @@
 """Engine options that are not arguments of `fully_shard`: read once, when a root first runs.
 
 FULLSHARD_COMMUNICATION  "auto" (default): the fastest strategy measured for the backend: on gloo gradients are
-                         exchanged within a node, and between few nodes in two levels; on NCCL, and otherwise
-                         between nodes, the backend reduces them;
+                         exchanged within a node, and between nodes with equally many ranks in one level or in
+                         two, by measured rates; on NCCL, and otherwise between nodes, the backend reduces them;
                          "torch": one all-gather and one reduce-scatter per unit, as FSDP2;
                          "all-to-all": "auto", and gradients exchanged within a node on every backend;
-                         "one-level": "auto", and nothing in two levels
+                         "one-level", "two-levels": "auto", and between such nodes in this way
 FULLSHARD_WATCH          "auto" (default): saved weights are watched in a unit's first forwards, and as long as its
                          backward reads weights that no gradient of an output announced; "always", to find faults
 FULLSHARD_REDUCE_DTYPE   what a policy without reduce_dtype follows: "grad_dtype" (default): the dtype of gradients,
@@ -29,7 +29,7 @@ from torch import Tensor
 
 # ---- options ---------------------------------------------------------------------------------------------------------
 
-COMMUNICATION = ("auto", "torch", "all-to-all", "one-level")
+COMMUNICATION = ("auto", "torch", "all-to-all", "one-level", "two-levels")
 WATCH = ("auto", "always")
 REDUCE_DEFAULTS = ("grad_dtype", "param_dtype")
 # The variables that fullshard reads: the four above, the guard's two, and those by which processes of the trainer meet.

@@ -85,6 +85,8 @@ def _run(run: Run, number: int, step: int | None, rank: int | None, runs: Sequen
     first = run.rank(rank) if rank is not None else run.ranks[0]
     header = run.ranks[0].header
     told = ", ".join(f"{name} {version}" for name, version in header.versions.items())
+    if ways := header.options.get("between_hosts"):
+        told = f"messages between hosts in {ways}; {told}"
     units = len(header.units)
     parts = [
         f'<p class="small">{run.world} ranks on {escape(header.device)}, {units} units, '
