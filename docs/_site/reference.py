@@ -75,7 +75,7 @@ API: dict[str, tuple[str, str, dict[str, tuple[str, ...]]]] = {
                 "set_state_dict",
             ),
             "Several checkpoints": (
-                "latest", "list_checkpoints", "CheckpointInfo", "retain", "set_aside", "is_complete",
+                "latest", "recover", "list_checkpoints", "CheckpointInfo", "retain", "set_aside", "is_complete",
             ),
             "Look into one": ("inspect", "verify", "open_checkpoint", "Manifest", "TensorSpec", "CheckpointWriter"),
             "Random state": ("RandomState", "derived_seed"),

@@ -125,7 +125,8 @@ SAVING = {
     "base": _is(None, "None text"),
     "progress": _is(None, CALLABLE),
 }
-ASYNC = {"staging_nbytes": _is(None, BYTES), "queue": _is(False, "True")}
+# Of a save to a directory, where it is None.
+ASYNC = {"staging_nbytes": _is(None, BYTES), "queue": _is(False, "True"), "local": _is(None, "None")}
 
 
 def _enter(context: Any) -> None:
@@ -411,6 +412,15 @@ FUNCTIONS: dict[str, Call] = {
     ),
     "checkpoint.set_aside": (checkpoint.set_aside, {"checkpoint_id": FOLDER}),
     "checkpoint.is_complete": (checkpoint.is_complete, {"checkpoint_id": FOLDER}),
+    "checkpoint.recover": (
+        checkpoint.recover,
+        {
+            "folder": Argument(lambda given: given.folder, "text"),
+            "local": _is(None, "None"),
+            "process_group": MAYBE,
+            "no_dist": FLAG,
+        },
+    ),
     "checkpoint.latest": (checkpoint.latest, {"folder": Argument(lambda given: given.folder, "text")}),
     "checkpoint.retain": (
         checkpoint.retain,

@@ -313,6 +313,25 @@ def test_a_saver_killed_at_each_request_leaves_old_or_new(run: str, tmp_path: Pa
     assert Store(run).uploads() == []
 
 
+LAST_WORDS = """
+import torch
+from fullshard import checkpoint
+from fullshard.checkpoint import store
+
+store.PART_NBYTES = 5 << 20
+checkpoint.async_save({"w": torch.ones(30 << 18)}, checkpoint_id=URL, no_dist=True)
+"""
+
+
+def test_a_save_in_the_background_survives_the_end_of_its_process(run: str, server: str) -> None:
+    """By the name of the server, which is looked up in an executor of the interpreter for each new connection."""
+    environment = {**os.environ, "AWS_ENDPOINT_URL": server.replace("127.0.0.1", "localhost")}
+    program = LAST_WORDS.replace("URL", repr(f"{run}/step-1"))
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert checkpoint.latest(run) == f"{run}/step-1"
+
+
 # ---- the trainer -----------------------------------------------------------------------------------------------------
 
 TRAINING = {

@@ -122,6 +122,7 @@ PRIVATE_ALLOWED: dict[tuple[str, str], str] = {
         "api/classes.py",
         "'_CAN_RECORD_REGISTRY'",
     ): "transformers: which outputs a class can record; torch has no such name",
+    ("checkpoint/background.py", "._register_atexit"): "of Python's threading: what is called before executors stop",
     ("checkpoint/companions.py", "'_hf_peft_config_loaded'"): "transformers: adapters that it put in itself",
     ("checkpoint/formats/adapters.py", "._parameters"): "copies a module with other tensors, as torch's own copy does",
     ("checkpoint/formats/pretrained.py", "._weight_conversions"): "transformers: what save_pretrained undoes",

@@ -44,7 +44,8 @@ data.corpus data.text_key data.prompt_key data.messages_key data.loss_on data.va
 data.validation data.tokenizer data.bpe_vocab
 metrics.log_every metrics.eval_every metrics.eval_windows metrics.tensorboard
 metrics.record_first metrics.record_every metrics.plot
-checkpoint.every checkpoint.folder checkpoint.keep_last checkpoint.keep_every checkpoint.keep_best checkpoint.metric
+checkpoint.every checkpoint.folder checkpoint.local
+checkpoint.keep_last checkpoint.keep_every checkpoint.keep_best checkpoint.metric
 checkpoint.asynchronous checkpoint.staging_mib checkpoint.queue checkpoint.grace_seconds
 sample.prompt sample.tokens sample.temperature sample.top_k
 """.split()
@@ -245,10 +246,11 @@ def test_a_wrong_setting_is_one_line(setting: str, value: str, nearest: str) -> 
         ["checkpoint.metric=loss"],
         ["checkpoint.staging_mib=8", "checkpoint.asynchronous=false"],
         ["checkpoint.queue=true", "checkpoint.asynchronous=false"],
+        ["checkpoint.local=/scratch", "checkpoint.folder=/shared"],
     ],
 )
 def test_a_setting_of_checkpoints_without_effect_is_refused(wrong: list[str]) -> None:
-    with pytest.raises(ConfigError, match="has no effect with checkpoint"):
+    with pytest.raises(ConfigError, match="has no effect with(out a URL in)? checkpoint"):
         load_config(None, wrong)
 
 

@@ -97,6 +97,13 @@ def agree(
     return found_ok
 
 
+def is_loss(error: CheckpointError) -> bool:
+    """Whether `agree` raised because a rank was lost: others may have had another outcome. Any other error is that of
+    all ranks."""
+    cause = error.__cause__
+    return isinstance(cause, RanksDisagree | RuntimeError | ConnectionError) and not isinstance(cause, CheckpointError)
+
+
 def _exchange(messenger: Messenger, text: bytes, said: Said, decide: Callable[[Heard], Message]) -> Message:
     digest = hashlib.sha256(text).hexdigest()[:32]
     arrived = messenger.fold(summary(messenger.rank, digest, said), summed)

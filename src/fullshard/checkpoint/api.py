@@ -37,13 +37,14 @@ from .directory import LOCK_NAME, generations, open_folder, pointer_number, reac
 from .errors import CheckpointDamaged, CheckpointError, CheckpointMismatch, CheckpointNotFound
 from .files import Folder, doing
 from .loading import LoadJob, LoadOptions, Rename
+from .local_first import RecoverJob
 from .manifest import MANIFEST_NAME, Manifest, encode
 from .plan import KeyPath, key_of
 from .reading import CheckpointReader, Progress
 from .retention import CheckpointInfo, clear_rests, kept, numbered, remove, using
 from .retention import Rule as Retained
 from .rules import Rule
-from .saving import SaveJob, Snapshot, snapshot
+from .saving import SaveJob, SaveOptions, Snapshot, snapshot
 from .state import Tree, flatten
 from .store import is_url, location
 
@@ -88,9 +89,7 @@ def save(
     background(found).settle(found, f"saving {path}")
     with found.telling(f"saving {path}"):
         taken = _taken(flatten(state_dict), found, numbers)
-    job = SaveJob(path, found, first, earlier)
-    job.progress = progress
-    return job.run(taken)
+    return SaveJob(path, found, SaveOptions(first, earlier, progress)).run(taken)
 
 
 def async_save(
@@ -105,6 +104,7 @@ def async_save(
     staging_nbytes: int | None = None,
     queue: bool = False,
     progress: Progress | None = None,
+    local: Location | None = None,
 ) -> SaveFuture:
     """`save` in the background: the call returns when the state is copied to the host; a thread does the rest.
 
@@ -118,21 +118,23 @@ def async_save(
     queue: one save may wait for the one that runs, with a copy of its own (twice the memory), and the call for that
         does not wait. Otherwise, and with one that waits, the call first waits for the end of the oldest. Where a
         process group has no connections of its own (backends of tests) it has no effect.
+    local: for a save to an object store, a directory of this host for this run, which may be another one on each host:
+        the files are written there first, and removed when the save has committed. `recover` finishes one that a crash
+        interrupted after that.
     """
     path, first, numbers = _location(checkpoint_id), tuple(expect_keys("take_first", take_first)), _numbers(metrics)
     earlier = _earlier(base, path)
     expect_dict("state_dict", state_dict)
     _expect_progress(progress)
+    disk = _disk(local, path)
     bound = None if staging_nbytes is None else expect_whole("staging_nbytes", staging_nbytes, 0)
     found = _messenger(process_group, no_dist)
     calls = messenger(process_group, "checkpoint call") if expect_flag("queue", queue) and found.is_own else None
     calls = found if queue and found.group is None else calls
-    job = SaveJob(path, found, first, earlier)
-    job.progress = progress
     return background(found).start(
         state_dict,
         lambda tree: _taken(tree, found, numbers),
-        job,
+        SaveJob(path, found, SaveOptions(first, earlier, progress, disk)),
         staging_nbytes=bound,
         calls=calls,
     )
@@ -259,6 +261,29 @@ def latest(folder: Location) -> Path | str | None:
         if is_complete(path):
             return _named(path)
     return None
+
+
+def recover(
+    folder: Location,
+    *,
+    local: Location | None = None,
+    process_group: dist.ProcessGroup | None = None,
+    no_dist: bool = False,
+) -> Path | str | None:
+    """The newest complete checkpoint in `folder`, as `latest`, the same on all ranks; every rank of `process_group`
+    calls it, before the first save of a run.
+
+    `local`: the directory of this host that `async_save` was given. If hosts have on their disks what a newer save to
+    the URL `folder` still lacks there, they send it, and that one is the newest: whatever the number of ranks is now,
+    and whichever of them can read a file. What is not needed any more is removed from the disks. Raises
+    `CheckpointIOError`, `CheckpointDamaged`, and `CheckpointError` where ranks differ.
+    """
+    path = _location(folder, "folder")
+    disk = None if local is None else _disk(local, path)
+    found = _messenger(process_group, no_dist)
+    background(found).wait()
+    newest = RecoverJob(path, found, disk, is_complete).run()
+    return None if newest is None else _named(newest)
 
 
 def set_aside(checkpoint_id: Location) -> Path | str:
@@ -466,6 +491,15 @@ def _earlier(base: Location | None, path: str) -> str | None:
     fits = not is_url(earlier) and not is_url(path)
     expect("base", fits, "two directories, because files are linked", f"{earlier} for {path}", "leave it out")
     return earlier
+
+
+def _disk(local: Location | None, path: str) -> str | None:
+    if local is None:
+        return None
+    found = _location(local, "local")
+    fits = is_url(path) and not is_url(found)
+    expect("local", fits, "a directory, for a save to an object store", f"{found} for {path}", "leave it out")
+    return found
 
 
 def _named(path: str) -> Path | str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import importlib
 import os
 import sys
 import threading
@@ -244,5 +245,14 @@ def _at_exit() -> None:
         os._exit(1)
 
 
+def _wait_for_all() -> None:
+    for each in list(_pending):
+        Future.exception(each)
+
+
 os.register_at_fork(after_in_child=_forked)
+# Before the interpreter's executors stop, which it does before it waits for threads: packages of object stores look up
+# names of servers in one. The last that was registered is the first that is called, so the module is imported before.
+importlib.import_module("concurrent.futures.thread")
+threading._register_atexit(_wait_for_all)  # type: ignore[attr-defined]
 atexit.register(_at_exit)

@@ -18,7 +18,7 @@ import hashlib
 import itertools
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 
 from .directory import (
@@ -61,7 +61,10 @@ class BucketSaving:
         self._folder, self._number, self.save_id = folder, number, save_id
         self.name = f"g{number:06d}-{save_id}"
         self._files: list[str] = []
+        self._digest = ""
         self._committed = False
+        # Whether what was written stays if the save fails: hosts have the rest on their own disks (local_first.py).
+        self.can_continue = False
 
     @classmethod
     def begin(cls, path: str, save_id: str) -> BucketSaving:
@@ -72,6 +75,21 @@ class BucketSaving:
             prove(os.path.dirname(path) if "/" in path.partition("://")[2] else path)
             folder = ObjectFolder(path)
             return cls(folder, _newest(folder, folder.names()) + 1, save_id)
+
+    @classmethod
+    def again(cls, path: str, name: str, digest: str) -> BucketSaving:
+        """A save that another process left, of which the generation `name` has a manifest with that digest."""
+        made = cls(ObjectFolder(path), generation_number(name) or 0, name.partition("-")[2])
+        made._digest, made.can_continue = digest, True
+        return made
+
+    def finish(self, files: Mapping[str, int]) -> None:
+        """Commit what was sent, if all `files` have their sizes."""
+        found = self.sizes([*files])
+        if found != [*files.values()]:
+            raise CheckpointError(f"{self._folder.path}/{self.name}: expected {dict(files)}, found sizes {found}")
+        self.point()
+        self.end()
 
     def prove_room(self, nbytes: int, num_files: int, largest: int, name: str) -> None:
         """A store has room for what a save writes."""
@@ -85,12 +103,22 @@ class BucketSaving:
             except FileNotFoundError as error:
                 raise CheckpointError(f"{error.strerror}: expected the file that another rank wrote") from None
 
+    def announce(self, manifest: bytes) -> None:
+        """Write the manifest, which no reader finds yet."""
+        self._digest = hashlib.sha256(manifest).hexdigest()
+        with self._folder.sub(self.name) as saving:
+            saving.write(MANIFEST_NAME, manifest)
+
     def commit(self, manifest: bytes) -> str:
         """Make the save the checkpoint; returns the URL of its generation. Its files are written."""
+        self.announce(manifest)
+        return self.point()
+
+    def point(self) -> str:
+        """The second half of `commit`."""
         folder, name = self._folder, numbered_pointer(self._number)
-        pointer = Pointer(self.name, self.save_id, hashlib.sha256(manifest).hexdigest())
+        pointer = Pointer(self.name, self.save_id, self._digest)
         with doing(f"committing {folder.path}"), folder.sub(self.name) as saving:
-            saving.write(MANIFEST_NAME, manifest)
             if not folder.store.put_if_absent(name, pointer.to_bytes()):
                 raise self._other()
             # Saves, and removals, that began and ended since this one began have used this number too.
@@ -117,7 +145,7 @@ class BucketSaving:
                 names = [name for name in names if name not in (self.name, numbered_pointer(self._number))]
                 _give_up_uploads(self._folder, self._number)
             else:
-                names = [name for name in names if name == self.name]
+                names = [name for name in names if name == self.name and not self.can_continue]
             _remove(self._folder, names)
         except (OSError, CheckpointError) as error:
             _log.warning("fullshard: %s: could not clear what older saves left: %s", self._folder.path, error)

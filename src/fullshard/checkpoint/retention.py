@@ -115,6 +115,12 @@ def kept(found: Sequence[CheckpointInfo], rule: Rule) -> dict[Path | str, str]:
     return stays
 
 
+def number_in(name: str) -> int | None:
+    """The number at the end of the name of a checkpoint."""
+    match = _NUMBER.fullmatch(name)
+    return None if match is None else int(match[1])
+
+
 def numbered(folder: str) -> list[tuple[int, str]]:
     """(number, path) of the directories in `folder` whose names end in a number, ascending; links are skipped."""
     if is_url(folder):
@@ -208,7 +214,7 @@ def clear_rests(folder: str, found: Sequence[CheckpointInfo]) -> None:
     uploads of which nothing is visible yet."""
     if is_url(folder):
         newest = max((one.step for one in found if one.whole), default=0)
-        bucket.clear_uploads(folder, newest, lambda name: int(match[1]) if (match := _NUMBER.fullmatch(name)) else None)
+        bucket.clear_uploads(folder, newest, number_in)
         return
     try:
         parent = Folder.open(folder)

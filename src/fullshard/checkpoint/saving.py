@@ -22,13 +22,13 @@ from torch.distributed.tensor import DTensor
 
 from ..comm import Messenger
 from ..peers import had_losses, loss_over, shown_ranks
-from . import files
+from . import files, local_first
 from .adapters import described
-from .agreement import Heard, Message, Said, agree
+from .agreement import Heard, Message, Said, agree, is_loss
 from .bucket import BucketSaving, begin
 from .companions import ROOM, TIED, files_of, tied_names
 from .directory import Saving, reach
-from .errors import CheckpointMismatch
+from .errors import CheckpointError, CheckpointMismatch
 from .files import Folder, doing
 from .hosts import check as check_hosts
 from .linking import generation_of, opened, take_over
@@ -55,7 +55,7 @@ from .staging import Live, Named, Staging, StagingMemory
 from .state import Part, Tree, bytes_of, named_tensors, on_host, part_of
 from .store import is_url, location
 from .wrapped import Kinds, Saved, is_wrapper, saved
-from .writing import Advance, commit, spare_cores, write_file
+from .writing import Advance, manifest_of, spare_cores, write_file
 
 # Of a data file, from its writer to the first rank: rank, volume, bytes of header, table and all, digest of the table.
 _RECORD = struct.Struct("<IIIIQ32s")
@@ -125,16 +125,24 @@ def stored_part(data: bytes) -> Part:
     return Part("uint8", (len(data),), whole((len(data),)), made)
 
 
+class SaveOptions(NamedTuple):
+    """Arguments of `save`, as this rank gave them."""
+
+    take_first: tuple[str, ...] = ()
+    # A checkpoint whose files may be linked.
+    base: str | None = None
+    # Called with the bytes that this rank has written, and those that it writes; on any thread.
+    progress: Progress | None = None
+    # A directory of this host for the files of a save to a store, until they are there.
+    local: str | None = None
+
+
 class SaveJob:
     """One save on one rank. All ranks of `messenger` call `run`."""
 
-    def __init__(self, path: str, messenger: Messenger, take_first: Sequence[str], base: str | None = None) -> None:
-        self.path, self.messenger, self.take_first = location(path), messenger, tuple(take_first)
+    def __init__(self, path: str, messenger: Messenger, options: SaveOptions) -> None:
+        self.path, self.messenger, self.options = location(path), messenger, options
         self.what = f"saving {self.path}"
-        # A checkpoint whose files may be linked.
-        self.base = base
-        # Called with the bytes that this rank has written, and those that it writes; on any thread.
-        self.progress: Progress | None = None
         # The copies of a save in the background.
         self.staging: Staging | None = None
         # The save in the directory: on the first rank, from the plan until the end.
@@ -146,8 +154,8 @@ class SaveJob:
         """Write and commit the checkpoint; returns the path of its generation. On an error nothing has changed."""
         self._mine = mine
         with contextlib.ExitStack() as stack:
-            if self.base is not None:
-                stack.enter_context(using(self.base))
+            if self.options.base is not None:
+                stack.enter_context(using(self.options.base))
             stack.callback(self._end)
             begun = agree(self.messenger, self.what, self._claim, self._begin_or_ask)
             if "ask" in begun:
@@ -156,9 +164,21 @@ class SaveJob:
                 agree(self.messenger, self.what, lambda: {} if self._prepare(begun) else {}, lambda _: {})
             else:
                 check_hosts(self.messenger, self.what, self.path, begun["folder"], lambda: self._prepare(begun))
-            done = agree(self.messenger, self.what, lambda: self._write(begun), self._commit)
-            if "differ" in done:
-                self._name_differences()
+            local = self.options.local
+            try:
+                done = agree(self.messenger, self.what, lambda: self._write(begun), self._commit)
+                if "differ" in done:
+                    self._name_differences()
+            except CheckpointError as error:
+                # Where a rank was lost the first one may have put the manifest into the store.
+                if local is not None and not is_loss(error):
+                    local_first.discard(local, self.path, begun["folder"])
+                raise
+            if local is not None:
+                # From now on this save can be finished, after a crash by `RecoverJob`, and no older one is needed.
+                local_first.clear(local, self.path, itself=False)
+                done = agree(self.messenger, self.what, lambda: self._upload(begun), self._point)
+                local_first.clear(local, self.path)
         return str(done["path"])
 
     def _end(self) -> None:
@@ -174,7 +194,7 @@ class SaveJob:
         self._own = _owned(mine.parts, self.messenger.members)
         self._digests = {key: _text_digest(value) for key, (_, value) in mine.values.items()}
         values = [(path, self._digests[key]) for key, (path, _) in mine.values.items()]
-        self._declared = declare(self._own, values, self.take_first, mine.apart, self.messenger.world)
+        self._declared = declare(self._own, values, self.options.take_first, mine.apart, self.messenger.world)
         self._plan = plan = plans_of(self.messenger).get(self._declared.digest) or self._computed()
         if plan is None:
             return Said({"plan": None})
@@ -197,7 +217,8 @@ class SaveJob:
 
     def _begin(self, plan: Plan) -> Message:
         """Begin, on the first rank, which knows what will be written."""
-        base = {} if self.base is None else {"base": generation_of(self.base)}
+        base = {} if self.options.base is None else {"base": generation_of(self.options.base)}
+        by_disks = {} if self.options.local is None else {"by_disks": True}
         saving = self._saving = begin(self.path, uuid.uuid4().hex)
         # Files of other ranks are about as large as those of this one.
         largest = share_of(plan, self._own, self.messenger.rank).largest_file
@@ -208,12 +229,17 @@ class SaveJob:
             volumes = {entry.volume for entry in apart}
             names = names - {data_name(rank, volume) for volume in volumes for rank in range(self.messenger.world)}
         saving.prove_room(nbytes, len(names), largest, max(plan.files, key=len, default=data_name(0, 0)))
-        return {"save_id": saving.save_id, "folder": saving.name, **base}
+        return {"save_id": saving.save_id, "folder": saving.name, **base, **by_disks}
 
     # ---- the files -----------------------------------------------------------------------------------------
 
     def _prepare(self, begun: Message) -> int:
         """This rank's share of the plan. Returns the bytes of its largest file."""
+        if ("by_disks" in begun) != (self.options.local is not None):
+            first, here = ("a directory", "none") if "by_disks" in begun else ("none", "a directory")
+            raise CheckpointError(
+                f"{self.what}: expected `local` on all ranks or on none, found {first} on the first and {here} here"
+            )
         if "plan" in begun:
             self._plan = Plan.from_json(begun["plan"], self.messenger.world)
         assert self._plan is not None
@@ -226,7 +252,8 @@ class SaveJob:
         assert plan is not None
         staging = self.staging or Staging(StagingMemory())
         parts = staging.after_plan(self._mine.parts, [*share.compare, *share.order])
-        advance = _counted(self.progress, share.nbytes)
+        local = self.options.local
+        advance = _counted(None if local else self.options.progress, share.nbytes)
         # Ranks that hold the same part as its writer read it too, because replicas have to be equal.
         for i in share.compare:
             self._crcs[i] = files.of_blocks(_bytes_of_part(parts[i][1]), BLOCK_NBYTES)
@@ -234,9 +261,11 @@ class SaveJob:
         records, written = list[bytes](), 0
         for volume, indices in share.write.items():
             name = data_name(rank, volume)
-            with doing(f"writing {self.path}/{begun['folder']}/{name}"), reach(self.path) as folder:
-                with folder.sub(begun["folder"]) as saving:
-                    entry, crcs = self._file(saving, name, indices, parts, begun, staging.live, advance)
+            where = local_first.place(local, self.path, begun["folder"]) if local else f"{self.path}/{begun['folder']}"
+            with doing(f"writing {where}/{name}"), self._target(begun["folder"]) as saving:
+                entry, crcs = self._file(saving, name, indices, parts, begun, staging.live, advance)
+                if local:
+                    saving.sync()
             self._crcs.update(zip(indices, crcs, strict=True))
             records.append(_record(rank, volume, entry))
             written += entry.data_nbytes
@@ -246,6 +275,38 @@ class SaveJob:
             for place, indices in share.replicated.items()
         )
         return Said({"values": self._sent()}, (written, unequal % MODULUS), b"".join(records))
+
+    def _target(self, name: str) -> Folder:
+        """The directory, or the objects, that this rank writes."""
+        if self.options.local is not None:
+            return local_first.made(self.options.local, self.path, name)
+        with reach(self.path) as folder:
+            return folder.sub(name)
+
+    def _upload(self, begun: Message) -> Message:
+        """Send the files that this rank has on its host's disk."""
+        if not self._share.write:
+            return {}
+        advance = _counted(self.options.progress, self._share.nbytes)
+        with self._target(begun["folder"]) as files, reach(f"{self.path}/{begun['folder']}") as objects:
+            for volume in self._share.write:
+                name = data_name(self.messenger.rank, volume)
+                with doing(f"uploading {files.path}/{name}"):
+                    local_first.upload(files, objects, name, advance)
+        return {}
+
+    def _point(self, _: Heard) -> Message:
+        """Commit what was uploaded, on the first rank."""
+        assert isinstance(self._saving, BucketSaving)
+        self._look_at(self._entries)
+        return {"path": self._saving.point()}
+
+    def _look_at(self, entries: Sequence[FileEntry]) -> None:
+        """Raise unless the files that ranks wrote have their sizes, as the first rank sees them."""
+        assert self._saving is not None
+        for file, nbytes in zip(entries, self._saving.sizes([file.name for file in entries]), strict=True):
+            if nbytes != file.nbytes:
+                raise OSError(0, f"{file.name}: {file.nbytes} bytes were written, the file has {nbytes}")
 
     def _file(
         self,
@@ -266,8 +327,8 @@ class SaveJob:
         def read(i: int) -> None:
             live.read(indices[i])
 
-        if self.base is not None and places[0].key in self._mine.apart:
-            with opened(self.base, begun["base"]) as base:
+        if self.options.base is not None and places[0].key in self._mine.apart:
+            with opened(self.options.base, begun["base"]) as base:
                 linked = None if base is None else take_over(base, into, name, places, data)
             if linked is not None:
                 for i in range(len(indices)):
@@ -305,11 +366,9 @@ class SaveJob:
                 [f"{written} bytes of {plan.nbytes}"],
                 "this is a fault of fullshard, please report it",
             )
-        entries = sorted(map(_file_entry, _RECORD.iter_unpack(heard.records)))
-        sizes = saving.sizes([file.name for file in entries])
-        for file, nbytes in zip(entries, sizes, strict=True):
-            if nbytes != file.nbytes:
-                raise OSError(0, f"{file.name}: {file.nbytes} bytes were written, the file has {nbytes}")
+        entries = self._entries = sorted(map(_file_entry, _RECORD.iter_unpack(heard.records)))
+        if self.options.local is None:
+            self._look_at(entries)
         sent = {(key, rank): value for message in heard.messages for key, rank, value in message["values"]}
         sent |= {(key, 0): value for key, (_, value) in self._mine.values.items()}
         values = [
@@ -317,8 +376,13 @@ class SaveJob:
             for key, (path, groups) in plan.values.items()
         ]
         values += [ValueEntry(path, [*rows]) for path, rows in plan.computed.values()]
-        path = commit(saving, self.path, self.messenger.world, plan.entries.values(), values, entries)
-        return {"path": path}
+        data = manifest_of(saving.save_id, self.path, self.messenger.world, plan.entries.values(), values, entries)
+        if self.options.local is None:
+            return {"path": saving.commit(data)}
+        assert isinstance(saving, BucketSaving)
+        saving.announce(data)
+        saving.can_continue = True
+        return {}
 
     def _together(self, key: str, values: list[Any], groups: list[tuple[int, ...]]) -> Any:
         try:

@@ -20,8 +20,8 @@ from torch import Tensor
 from .._version import __version__
 from ..layout import itemsize
 from . import files
-from .bucket import BucketSaving, begin
-from .directory import Saving, reach
+from .bucket import begin
+from .directory import reach
 from .errors import CheckpointMismatch
 from .files import Folder, doing
 from .manifest import (
@@ -175,20 +175,20 @@ def spare_cores(world: int) -> int:
     return min(4, max(1, (os.cpu_count() or 1) // ranks))
 
 
-def commit(
-    saving: Saving | BucketSaving,
+def manifest_of(
+    save_id: str,
     path: str,
     world: int,
     tensors: Iterable[TensorEntry],
     values: Iterable[ValueEntry],
     entries: Iterable[FileEntry],
-) -> str:
-    """Make the written files the checkpoint; returns the path of its generation."""
+) -> bytes:
+    """The manifest of the written files of a save to `path`."""
     by_key, values_by_key = {entry.key: entry for entry in tensors}, {entry.key: entry for entry in values}
-    data = to_bytes(Manifest(saving.save_id, world, WRITER, by_key, values_by_key, tuple(entries)))
+    data = to_bytes(Manifest(save_id, world, WRITER, by_key, values_by_key, tuple(entries)))
     # Never commit a manifest that could not be read.
     parse(data, f"{path}/{MANIFEST_NAME}")
-    return saving.commit(data)
+    return data
 
 
 # ---- one process, tensor by tensor ---------------------------------------------------------------------------
@@ -264,7 +264,9 @@ class CheckpointWriter:
             if kind is None:
                 if left := [spec.key for spec in self._specs[len(self._tensors) :]]:
                     raise CheckpointMismatch(f"saving {self._path}: expected all announced tensors, missing", left)
-                commit(self._saving, self._path, 1, self._tensors, self._values, self._files)
+                save_id = self._saving.save_id
+                data = manifest_of(save_id, self._path, 1, self._tensors, self._values, self._files)
+                self._saving.commit(data)
         finally:
             if self._file is not None:
                 self._file.close()

@@ -125,6 +125,7 @@ class CheckpointKeys:
     folder: str = setting(
         "", 'another folder for them, or a URL ("s3://bucket/run"), of this run alone; "" = checkpoints in run.dir'
     )
+    local: str = setting("", "folder on a disk of each host, where saves to a URL are written first and sent from")
     keep_last: int = setting(2, "how many of the newest checkpoints are kept", least=1)
     keep_every: int = setting(0, "also keep those of steps that are multiples of this; 0 = none", least=0)
     keep_best: int = setting(0, "also keep this many with the best metric; 0 = none", least=0)
@@ -183,6 +184,8 @@ class Config:
             problem = "expected a folder of this machine; checkpoints alone go to a URL, checkpoint.folder"
             raise invalid("run.dir", self.run.dir, problem)
         c = self.checkpoint
+        if c.local and "://" not in c.folder:
+            raise invalid("checkpoint.local", c.local, "has no effect without a URL in checkpoint.folder")
         for key in ("staging_mib", "queue"):
             value = getattr(c, key)
             if value and not c.asynchronous:

@@ -269,6 +269,7 @@ class Checkpoints:
         micro: MicroBatches | None = None,
     ) -> None:
         self.folder, self.keys, self.world = folder_of(run_dir, keys), keys, world
+        self._local = os.path.expanduser(keys.local) if keys.local else None
         self.model, self.optimizers = model, parts_of(optimizer)
         self.facts = facts  # must be equal when the run continues: the corpus, the seed
         self.micro = micro if micro is not None and micro.search != "fixed" else None
@@ -286,8 +287,10 @@ class Checkpoints:
         Collective.
 
         A damaged one is renamed by rank 0 when all ranks know of it, and the one before is tried. So it cannot be in
-        the way when its step is saved again.
+        the way when its step is saved again. What an interrupted save left on the disks of hosts is sent before that.
         """
+        if self._local is not None:
+            checkpoint.recover(self.folder, local=self._local)
         while (path := self.newest()) is not None:
             try:
                 return self.load(path), path
@@ -388,7 +391,7 @@ class Checkpoints:
         found = 0 if self.micro is None else self.micro.size or 0
         run = {**self.facts, "step": step, "world": self.world.size, "micro_batch": found}
         state = {"model": model_state, "optimizer": optimizer_state, "run": run}
-        if self.keys.asynchronous and not wait:
+        if (self.keys.asynchronous and not wait) or self._local is not None:
             bound = self.keys.staging_mib << 20 or None
             self._under_way.append(
                 checkpoint.async_save(
@@ -398,8 +401,11 @@ class Checkpoints:
                     staging_nbytes=bound,
                     queue=self.keys.queue,
                     progress=progress,
+                    local=self._local,
                 )
             )
+            if wait or not self.keys.asynchronous:
+                self.settle()
             return
         checkpoint.save(state, checkpoint_id=path, metrics=metrics, progress=progress)
         self._retain()
