@@ -14,6 +14,7 @@ import fullshard
 from fullshard import balance_loss, prepare_fully_shard
 from tests.harness import tolerance
 from tests.harness.axes import MAX_NORM, STEPS, VOCABULARY, Norm, assert_norms
+from tests.harness.installed import clear_redistribution_cache, clear_sharding_cache
 from tests.harness.models import Trained, adamw, assert_same_training, collect
 from tests.harness.pool import pool
 
@@ -75,6 +76,9 @@ def planned(
     rank: int, make: Callable[[], nn.Module], plan: dict[str, Any], config: Any, steps: Sequence[int]
 ) -> tuple[Trained, list[float], list[float], int, list[str]]:
     """A rank's training from a declaration; with the share of the batch it had, and what was printed."""
+    # Of the groups of another test.
+    clear_redistribution_cache()
+    clear_sharding_cache()
     model = make()
     optimizer = adamw((p for p in model.parameters() if p.requires_grad), watched=False)
     prepared = prepare_fully_shard(model, optimizer, config, parallelism=plan, loss_fn=loss_fn, show=False)

@@ -78,6 +78,8 @@ class Summed(nn.Module):
         slow(8, four, {**CP, "data_parallel_replicate_degree": 2}),
         slow(4, partial(hugging_face, "Llama", num_hidden_layers=4), CP),
         slow(4, gpt2, CP),
+        slow(4, partial(llama, layers=4, experts=4), {**CP, "expert_parallel_degree": 2}),
+        slow(8, partial(llama, layers=4, experts=4), {**CP, "expert_parallel_degree": 4}),
     ],
     ids=lambda value: str(value) if isinstance(value, int) else "",
 )

@@ -321,6 +321,35 @@ def test_a_config_with_a_pipeline() -> None:
 
 @pytest.mark.slow
 @pytest.mark.hang_after(300)
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"tie_embeddings = false": "tie_embeddings = true", "shard_degree = -1": "shard_degree = 2"}, ""),
+        ({"[parallelism]": "[parallelism]\ncontext_parallel_degree = 2"}, "+cp=2"),
+        (
+            {
+                "tie_embeddings = false": "experts = 4\nexperts_per_token = 2\nbalance_loss = 0.1",
+                "[parallelism]": "[parallelism]\nexpert_parallel_degree = 2",
+            },
+            "+ep=2",
+        ),
+    ],
+    ids=["tied", "cp", "ep"],
+)
+def test_a_config_of_a_pipeline_and_more_is_proved(changes: dict[str, str], words: str, tmp_path: Path) -> None:
+    """The example, of which the embedding is tied, sequences are cut, or layers have experts."""
+    text = EXAMPLE.with_name("train_pipeline.toml").read_text()
+    for old, new in changes.items():
+        assert old in text
+        text = text.replace(old, new)
+    config = tmp_path / "train.toml"
+    config.write_text(text)
+    assert words in _declared(str(config), 4)[0]
+    assert main(["verify", str(config), "--nproc", "4", "--steps", "1"]) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.hang_after(300)
 def test_the_example_of_a_pipeline_is_proved(capsys: pytest.CaptureFixture[str]) -> None:
     """As a user types it."""
     assert main(["verify", str(EXAMPLE.with_name("train_pipeline.toml")), "--nproc", "4", "--steps", "2"]) == 0

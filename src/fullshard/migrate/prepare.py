@@ -321,7 +321,11 @@ def prepare_fully_shard(
     here = [name for name in experts.names if split is None or split.is_own(name)]
     divide_gradients((tree.modules[name] for name in here), axes)
     together = model if len(stages) == 1 else nn.ModuleList(stages.values())
-    uninitialised = fill(together, source, config.initialisation, init, progress=show)
+    # Initialisers are seeded by names, which those of a stage are.
+    filled = list(stages.values()) if source == "meta" else [together]
+    uninitialised = tuple(
+        name for part in filled for name in fill(part, source, config.initialisation, init, progress=show)
+    )
     for one in optimizers:
         replaced.rebind(one)
         rebind_optimizer(one, together)

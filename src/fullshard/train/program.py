@@ -58,7 +58,9 @@ def program(path: str = "") -> Program:
         model.init_weights(config.training.seed)
         return model
 
-    is_cut = config.sharding.parallelism.context_parallel_degree > 1
+    axes = config.sharding.parallelism
+    # The step of a pipeline gives them by itself.
+    is_cut = axes.context_parallel_degree > 1 and axes.pipeline_parallel_degree == 1
 
     def batch(index: int) -> tuple[Tensor, ...]:
         generator = torch.Generator().manual_seed(index)
