@@ -152,8 +152,8 @@ class Training:
             if strategy.context > 1:
                 self.sequences = sequences_of(axes, mesh, cut, "auto")
                 self.loss_context = _both(self.sequences, self.loss_context)
+            experts = _divided_experts(model, strategy, axes, mesh, divided=parts)
             if strategy.pipeline == 1:
-                experts = _divided_experts(model, strategy, axes, mesh, divided=parts)
                 Relations(model, axes, mesh, sequences=self.sequences)
         self.stages = self._cut(model, axes)
         if self.stages is not None:
