@@ -185,6 +185,30 @@ def test_modules_in_float32(capsys: pytest.CaptureFixture[str]) -> None:
     assert "expected names of classes of its modules, found 'LayrNorm'" in capsys.readouterr().err
 
 
+def test_what_does_not_fit_says_on_how_many_devices_it_does(capsys: pytest.CaptureFixture[str]) -> None:
+    entry = ["plan", f"{__name__}:program", "--hardware", "cpu"]
+    assert main([*entry, "--ranks", "5", "--json"]) == 0
+    needed = json.loads(capsys.readouterr().out)["peak_bytes"]
+    entry += ["--budget", str((needed + 1) / 1e9)]
+    assert main([*entry, "--ranks", "2", "--json"]) == 1
+    least = json.loads(capsys.readouterr().out)["least_ranks"]
+    assert 2 < least <= 5 and [main([*entry, "--ranks", str(n)]) for n in (least - 1, least)] == [1, 0]
+    assert f"as asked for it fits on {least} devices and on no fewer: peak " in capsys.readouterr().out
+    assert main([*entry[:-1], "0.0001", "--ranks", "2"]) == 1
+    assert "as asked for it fits on no number of devices" in capsys.readouterr().out
+
+
+def test_a_search_says_on_a_terminal_how_far_it_is(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entry = ["plan", f"{__name__}:program", "--hardware", "cpu", "--ranks", "2", "--search"]
+    assert main(entry) == 0 and capsys.readouterr().err == ""
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    assert main(entry) == 0
+    said = capsys.readouterr().err
+    assert "data parallelism: the model" in said and " tried, " in said and said.endswith("\r\x1b[K")
+
+
 @pytest.mark.slow
 def test_what_does_not_fit_says_what_does(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     entry = ["plan", f"{__name__}:program", "--ranks", "2", "--micro", "64"]

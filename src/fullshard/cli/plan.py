@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +21,11 @@ if TYPE_CHECKING:
     from fullshard.plan.machine import Hardware
     from fullshard.plan.search import Describe
     from fullshard.program import Program
+
+# Ranks along `tp`, along `cp`, and over which experts are divided.
+_Degrees = tuple[int, int, int]
+# Plans of a search that are printed, as JSON; a table has fewer.
+_SHOWN = 10
 
 _EXAMPLES = """\
 examples:
@@ -125,6 +133,7 @@ def _run(arguments: argparse.Namespace) -> int:
     from fullshard.plan.facts import describe, measured_cpu, physical_nbytes
     from fullshard.plan.page import page, svg
     from fullshard.plan.questions import QUESTIONS, explain, ranked
+    from fullshard.plan.repeats import KEPT
     from fullshard.plan.result import FAILURE_HOURS, assumptions, table
 
     for name in (
@@ -156,30 +165,36 @@ def _run(arguments: argparse.Namespace) -> int:
     strategy, about = asked.strategy, asked.about
     keep = [name.strip() for name in (arguments.keep_float32 or "").split(",") if name.strip()]
 
-    def describer(programs: Callable[[int | None], Program], tensor: int, context: int, experts: int) -> Describe:
+    def describer(programs: Callable[[int | None], Program], degrees: _Degrees, blocks: int = 0) -> Describe:
         made: dict[int | None, Program] = {}
+        tensor, context, experts = degrees
 
         def described(samples: int, sequence: int | None, compute: str, alone: bool, recompute: Any) -> Any:
             if sequence not in made:
                 made[sequence] = programs(sequence)
             sizes: dict[str, Any] = {"samples": samples, "compute": compute, "alone": alone, "keep_float32": keep}
             sizes |= {"tensor": tensor, "shared": context > 1 or experts > 1, "on_cpu": hardware.blocking}
+            sizes["blocks"] = blocks
             return describe(made[sequence], arguments.source, recompute=recompute, **sizes)
 
         return described
 
-    def divide(degrees: tuple[int, int, int]) -> Describe | None:
-        programs = asked.divided(*degrees)
-        return None if programs is None else describer(programs, *degrees)
+    own = strategy.tensor, strategy.context, strategy.experts
+
+    def divide(degrees: _Degrees, blocks: int = 0) -> Describe | None:
+        programs = asked.programs if degrees == own else asked.divided(degrees)
+        return None if programs is None else describer(programs, degrees, blocks)
 
     planner = Planner(
-        describer(asked.programs, strategy.tensor, strategy.context, strategy.experts),
+        describer(asked.programs, own),
         hardware,
         budget=None if arguments.budget is None else arguments.budget * 1e9,
         host_budget=None if arguments.host_budget is None else arguments.host_budget * 1e9,
         sequence=arguments.sequence,
         failure_hours=arguments.failures or FAILURE_HOURS,
         divide=divide,
+        short=partial(divide, blocks=KEPT),
+        degrees=own,
     )
     if arguments.compare is not None:
         return _compare(planner.plan(strategy), arguments)
@@ -189,7 +204,9 @@ def _run(arguments: argparse.Namespace) -> int:
         return 0
     plan = planner.plan(strategy)
     searched = arguments.search or not plan.fits
-    changes = planner.search(strategy, meshes=arguments.search) if searched else []
+    with _progress() as say:
+        changes = planner.search(strategy, meshes=arguments.search, most=_SHOWN, say=say) if searched else []
+        least = None if plan.fits else planner.least_ranks(strategy)
     for option, path, text in (("--svg", arguments.svg, svg), ("--html", arguments.html, page)):
         if path is not None:
             try:
@@ -206,8 +223,9 @@ def _run(arguments: argparse.Namespace) -> int:
                 "step_seconds": change.plan.seconds,
                 "tokens_per_second": change.plan.tokens_per_second,
             }
-            for change in changes[:10]
+            for change in changes
         ]
+        found["least_ranks"] = None if least is None else least.strategy.ranks
         print(json.dumps(found))
         return 0 if plan.fits else 1
     if arguments.rough:
@@ -220,9 +238,39 @@ def _run(arguments: argparse.Namespace) -> int:
         print("\n".join(ranked(changes)))
     elif searched:
         print("\nnothing that was tried fits: use more ranks, a smaller model or shorter sequences")
+    if not plan.fits:
+        print(f"\n{_fewest(least)}")
     if arguments.assumptions:
         print("\nassumed\n" + "\n".join(f"  {text}" for text in assumptions(plan)))
     return 0 if plan.fits else 1
+
+
+@contextmanager
+def _progress() -> Iterator[Callable[[str], None]]:
+    """A line on a terminal, which is gone at the end; elsewhere nothing is printed."""
+    if not sys.stderr.isatty():
+        yield lambda _: None
+        return
+
+    def say(text: str) -> None:
+        print(f"\r\x1b[K{text}"[: shutil.get_terminal_size().columns + 3], end="", file=sys.stderr, flush=True)
+
+    try:
+        yield say
+    finally:
+        print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+
+
+def _fewest(plan: Plan | None) -> str:
+    """Says on how many devices the strategy that was asked for fits."""
+    from fullshard.plan.result import gigabytes
+
+    if plan is None:
+        return "as asked for it fits on no number of devices"
+    return (
+        f"as asked for it fits on {plan.strategy.ranks} devices and on no fewer: peak {gigabytes(plan.peak_nbytes)}, "
+        f"{gigabytes(plan.spare_nbytes)} to spare"
+    )
 
 
 def _compare(plan: Plan, arguments: argparse.Namespace) -> int:
@@ -316,12 +364,20 @@ class _Asked:
     length: int | None
     has_own_length: bool = False
 
-    def divided(self, tensor: int, context: int, experts: int) -> Callable[[int | None], Program] | None:
-        """The programs with other degrees, without replicas; None where the model or the ranks do not allow these."""
+    @cached_property
+    def _model(self) -> Any:
+        """The model before it is divided, on the meta device."""
         import torch
 
+        assert self.whole is not None
+        with torch.device("meta"):
+            return self.whole(self.length).model()
+
+    def divided(self, degrees: _Degrees) -> Callable[[int | None], Program] | None:
+        """The programs with other degrees, without replicas; None where the model or the ranks do not allow these."""
         from fullshard.migrate.declared import broken_rules
 
+        tensor, context, experts = degrees
         if self.whole is None or (self.has_own_length and context > 1):
             return None
         cuts = tensor > 1
@@ -338,9 +394,7 @@ class _Asked:
             enable_loss_parallel=self.plan.enable_loss_parallel and cuts,
             styles=self.plan.styles if cuts or experts > 1 else (),
         )
-        with torch.device("meta"):
-            model = self.whole(self.length).model()
-        if broken_rules(model, plan, self.strategy.ranks, sequence=_length_of(self.whole(self.length)))[0]:
+        if broken_rules(self._model, plan, self.strategy.ranks, sequence=_length_of(self.whole(self.length)))[0]:
             return None
         return _divided(self.whole, plan, self.strategy.ranks, self.length)[0]
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 from .flat import FACTS_NUMEL, FlatLayout, ReduceLayout, align_up
@@ -247,7 +248,7 @@ class Term(NamedTuple):
     nbytes: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class UnitMemory:
     """The facts that the bytes of one unit depend on, or those of the part of its parameters that is reduced together.
 
@@ -290,12 +291,12 @@ class UnitMemory:
         """Whether gradients are added here, and not by the backend."""
         return self.exchanges or self.in_levels
 
-    @property
+    @cached_property
     def shard_nbytes(self) -> int:
         """The flat local buffer."""
         return self.pack.padded_local_numel * self.storage_itemsize
 
-    @property
+    @cached_property
     def full_nbytes(self) -> int:
         """cP: the full parameters. 0 in a world of one whose compute dtype is the storage dtype, without offload."""
         if self.pack.world == 1 and self.compute_itemsize == self.storage_itemsize and not self.offloaded:
@@ -312,17 +313,17 @@ class UnitMemory:
         """The full parameters, if their bytes are freed after use."""
         return 0 if self.stays else self.full_nbytes
 
-    @property
+    @cached_property
     def staging_nbytes(self) -> int:
         """The buffer that a packed gather fills and from which it is copied out."""
         return self.plan.staging_numel(self.pack) * self.compute_itemsize
 
-    @property
+    @cached_property
     def kept_nbytes(self) -> int:
         """cP/k: the part kept between forward and backward, for an integer `reshard_after_forward` of k."""
         return 0 if self.kept is None else self.kept.padded_local_numel * self.compute_itemsize
 
-    @property
+    @cached_property
     def secondary_staging_nbytes(self) -> int:
         """The staging buffer of an all-gather of secondary shards over a block."""
         return 0 if self.kept is None else self.plan.staging_numel(self.kept) * self.compute_itemsize
@@ -337,12 +338,12 @@ class UnitMemory:
         """The shards on the device while they are gathered, if they are on the host otherwise."""
         return self.shard_nbytes if self.offloaded else 0
 
-    @property
+    @cached_property
     def held_nbytes(self) -> int:
         """The gradients of earlier backwards, whole: there until the backward that reduces them has ended."""
         return self.pack.numel * self.held_itemsize
 
-    @property
+    @cached_property
     def gradient_nbytes(self) -> int:
         """The full gradients as autograd makes them: compute dtype, no padding."""
         return self.pack.numel * self.compute_itemsize
@@ -352,12 +353,12 @@ class UnitMemory:
         """Bytes per element of the send buffer. Where nothing is sharded, it is the buffer that the replicas sum."""
         return self.wire_itemsize if self.pack.world > 1 else self.sum_itemsize
 
-    @property
+    @cached_property
     def _chunk_numel(self) -> int:
         carries = self.exchanges and self.pack.world > 1
         return ReduceLayout(self.pack, facts_numel=FACTS_NUMEL if carries else 0).chunk_numel
 
-    @property
+    @cached_property
     def send_nbytes(self) -> int:
         """The send buffer of the gradient reduction; a single rank sends nothing."""
         if self.pack.world == 1 and self.replicas == 1:
@@ -368,12 +369,12 @@ class UnitMemory:
         )
         return self.pack.world * chunk * self.sent_itemsize
 
-    @property
+    @cached_property
     def leaving_nbytes(self) -> int:
         """Gradients that stay alive while they are sent, because no send buffer holds a copy of them."""
         return sum(self.pack.segments[i].layout.numel for i in self.direct_gradients) * self.wire_itemsize
 
-    @property
+    @cached_property
     def receive_nbytes(self) -> int:
         """The receive buffer: the chunks of all ranks when they are added here, one chunk when the backend adds.
 
@@ -393,7 +394,7 @@ class UnitMemory:
             return 0
         return self._chunk_numel * self.sum_itemsize
 
-    @property
+    @cached_property
     def reduced_nbytes(self) -> int:
         """The gradient shards in the storage dtype: views of one chunk with its flags. With one rank: its gradients."""
         if self.pack.world == 1 and self.replicas == 1:

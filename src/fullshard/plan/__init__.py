@@ -12,6 +12,8 @@ strategy      dials, and what they make of each unit: layouts and messages
 machine       hardware as data
 simulation    the rules of `schedule` run with clocks and a byte counter: `account`, `clock`, `reductions`
 result        a plan: the ledger, times, padding, the interval of checkpoints
+repeats       a model of many equal blocks from a few of them
+sizes         a model at any size of its micro-batch
 search        which strategy fits, and which is the fastest
 comparison    a plan beside a run, and the machine that would have made it right
 questions     `--explain`

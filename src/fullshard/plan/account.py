@@ -105,24 +105,41 @@ class Bytes:
         self.kinds = dict.fromkeys(KINDS, 0.0)
         self.total = 0.0
         self.most = 0.0
-        # The (kind, unit, bytes) when there was most.
-        self.at_most: list[tuple[str, str, float]] = []
-        self.peak: tuple[float, ...] = (0.0,) * len(KINDS)
         self.is_new_peak = False
+        # When there was most: by kind and unit, and by kind. They are noted when it becomes less.
+        self._at_most: dict[tuple[str, str], float] = {}
+        self._peak: tuple[float, ...] = (0.0,) * len(KINDS)
+        self._grew = False
+
+    @property
+    def at_most(self) -> list[tuple[str, str, float]]:
+        """The (kind, unit, bytes) when there was most."""
+        self._look()
+        return [(kind, name, nbytes) for (kind, name), nbytes in self._at_most.items() if nbytes > 0]
+
+    @property
+    def peak(self) -> tuple[float, ...]:
+        """The bytes of each kind when there was most."""
+        self._look()
+        return self._peak
 
     def add(self, kind: str, name: str, nbytes: float) -> None:
         if not nbytes:
             return
+        if self._grew and nbytes < 0:
+            self._look()
         self.there[kind, name] = self.there.get((kind, name), 0.0) + nbytes
         self.kinds[kind] += nbytes
         self.total += nbytes
         if self.total > self.most:
-            self.look()
+            self.most = self.total
+            self._grew = self.is_new_peak = True
 
     def set(self, kind: str, name: str, nbytes: float) -> None:
         self.add(kind, name, nbytes - self.there.get((kind, name), 0.0))
 
     def clear(self, kind: str, name: str) -> float:
+        self._look()
         nbytes = self.there.pop((kind, name), 0.0)
         self.kinds[kind] -= nbytes
         self.total -= nbytes
@@ -134,13 +151,13 @@ class Bytes:
     def forget(self) -> None:
         """Look for the peak anew."""
         self.most = 0.0
-        self.at_most = []
+        self._at_most, self._grew = {}, False
 
-    def look(self) -> None:
-        """Note what is there, which is more than ever."""
-        self.most, self.is_new_peak = self.total, True
-        self.peak = tuple(self.kinds.values())
-        self.at_most = [(kind, name, nbytes) for (kind, name), nbytes in self.there.items() if nbytes > 0]
+    def _look(self) -> None:
+        """Note what is there, if it is more than ever."""
+        if self._grew:
+            self._grew = False
+            self._peak, self._at_most = tuple(self.kinds.values()), self.there.copy()
 
 
 class Pool:

@@ -51,6 +51,8 @@ class Clock:
         # The share that is left of operations that are no products; how many times faster products are.
         self._fused = hardware.fused if compiled else 1.0
         self._gain = hardware.float8 if float8 else 1.0
+        # Nothing takes time: the step records the order alone.
+        self.still = False
         self.begin(Simulated())
 
     def begin(self, found: Simulated) -> None:
@@ -64,6 +66,8 @@ class Clock:
 
     def compute(self, work: Work) -> None:
         """The device does `work`, slower while messages take a part of it."""
+        if self.still:
+            return
         hardware, begun = self.hardware, self.now
         launching = work.kernels * hardware.launch * self._fused
         self.host += launching
@@ -87,6 +91,8 @@ class Clock:
 
     def copy(self, nbytes: float) -> None:
         """The device reads and writes `nbytes`, both together."""
+        if self.still:
+            return
         seconds = nbytes / (self.hardware.bandwidth * self.hardware.stream)
         self.now += seconds
         self.found.compute += seconds
@@ -104,7 +110,7 @@ class Clock:
     ) -> float:
         """Issue a collective of `nbytes`, of which each rank sends (ranks - 1) / ranks, twice in an all-reduce; when it
         arrives. leaving: bytes that a host sends of it to others."""
-        if ranks == 1 or not calls:
+        if ranks == 1 or not calls or self.still:
             return self.now
         seconds = self.hardware.collective(kind, ranks, stride, nbytes)
         start = self._begin(axis, seconds)
@@ -126,7 +132,7 @@ class Clock:
         """Send a message of divided layers over `ranks`, and wait for it unless it overlaps; or wait for one that
         does."""
         axis = message.axis
-        if ranks == 1:
+        if ranks == 1 or self.still:
             return
         if message.operation == WAIT:
             self.wait(self._arrive[axis][-1 - int(message.nbytes)], unit, f"messages along {axis}")
@@ -140,8 +146,17 @@ class Clock:
         else:
             self.wait(arrives, unit, f"messages along {axis}")
 
+    def alone(self, message: Message, ranks: int, stride: int) -> float:
+        """The seconds that `pass_on` waits at least."""
+        if ranks == 1 or message.operation == WAIT or message.operation in OVERLAPS:
+            return 0.0
+        kind, nbytes = whole_nbytes(message, ranks)
+        return self.hardware.collective(kind, ranks, stride, nbytes)
+
     def upload(self, nbytes: float, calls: int = 1) -> float:
         """Copy to or from the host, beside compute; when it is there."""
+        if self.still:
+            return self.now
         start = max(self.free["host"], self.now)
         self.free["host"] = start + nbytes / self.hardware.host
         traffic = self.found.traffic["host"]

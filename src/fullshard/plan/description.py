@@ -139,6 +139,8 @@ class Tape:
     staying: dict[int, int] = field(default_factory=dict)
     # Gradients that ranks of `tp` add or put together after backward: (operation, elements of this rank's).
     brought: tuple[tuple[str, int], ...] = ()
+    # The unit of each of these.
+    brought_in: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,6 +163,8 @@ class Model:
     multiplied: float = 0.0
     # The elements of the parameters of all ranks of `tp` together; 0: as many as those of the units.
     undivided_numel: int = 0
+    # Of a model that is described by a few of its blocks (`repeats`): the list of them, and how many it has.
+    cut: tuple[str, int] | None = None
 
     @property
     def numel(self) -> int:

@@ -22,6 +22,7 @@ from ..program import BATCH_NORM, OwnDtype, Program, ProgramError, modules_of, t
 from .description import Kind, Model, Parameter, Tape, UnitShape
 from .machine import Hardware
 from .recomputation import NONE, is_matmul, is_on_host, recorded_on_host
+from .repeats import WORTH
 from .tape import META, record, tensors_in
 from .values import MOST_NUMEL
 
@@ -45,6 +46,7 @@ def describe(
     tensor: int = 1,
     on_cpu: bool = False,
     shared: bool = False,
+    blocks: int = 0,
 ) -> Model:
     """The model of `program` as data, with the tape of a step on batch 0.
 
@@ -55,16 +57,22 @@ def describe(
     `param_dtype_override_fn` says so that `shard` passes. tensor: ranks over which `parallelize` of the program divides
     the model; what is described is the part of one of them, and no process group may be there. on_cpu: the step runs on
     a CPU. shared: `parallelize` divides also with one of these ranks: experts, and attention over parts of sequences.
+    blocks: so many of the largest list of equal blocks are described, for `repeats`, if it has many more and the
+    program can do with these; 0: all.
     Raises `ProgramError` for a model that cannot be built on the meta device, for a name of no class in it, and for a
     step that needs values that are not known (`values`).
     """
     ways = [recompute] if isinstance(recompute, str) else recompute
     if tensor > 1 and any(map(is_on_host, ways)):
         raise ProgramError(f"{name}: activations on the host are not planned for layers that are divided over ranks")
-    if not shared and tensor == 1:
-        return _describe(program, name, samples, compute, alone, recompute, keep_float32, 0, on_cpu)
-    with fake_group(tensor):
-        return _describe(program, name, samples, compute, alone, recompute, keep_float32, tensor, on_cpu)
+    with nullcontext() if not shared and tensor == 1 else fake_group(tensor):
+        given = samples, compute, alone, recompute, keep_float32, 0 if not shared and tensor == 1 else tensor, on_cpu
+        if blocks:
+            try:
+                return _describe(program, name, *given, blocks)
+            except ProgramError:
+                pass  # it asks for a block that was left out, or fails with all of them
+        return _describe(program, name, *given, 0)
 
 
 def _describe(
@@ -77,6 +85,7 @@ def _describe(
     keep_float32: Sequence[str],
     tensor: int,
     on_cpu: bool,
+    blocks: int,
 ) -> Model:
     dtype: torch.dtype | None = getattr(torch, compute) if compute else None
     torch.manual_seed(0)
@@ -89,6 +98,9 @@ def _describe(
         raise ProgramError(f"{name}: expected `model` to build an nn.Module, found a {type(model).__name__}")
     model.to(META)
     undivided = sum(p.numel() for p in model.parameters()) if tensor else 0
+    buffers = _buffers(model)
+    cut = _cut(model, blocks) if blocks else None
+    buffers -= _buffers(model)  # those of blocks that are left out
     loss_context = _divided(program, model, name, tensor) if tensor else nullcontext
     calls = [_Call((model,), {})] if alone else _calls(program, model, name)
     calls = [*_divided_further(model), *calls]
@@ -110,7 +122,7 @@ def _describe(
     place: dict[int, int] = {id(model): 0}
     place |= {id(module): i for i, call in enumerate(inner, 1) for module in call.modules}
     unit_of = {id(p): i for i, found in enumerate(owned) for p in found.values()}
-    buffers = sum(buffer.nbytes for buffer in model.buffers())
+    buffers += _buffers(model)
     own_parameters = list(model.parameters())
     parameters = _convert(model, dtype, {p.name for unit in units for p in unit.parameters if p.kept})
     try:
@@ -152,7 +164,27 @@ def _describe(
         _attention(model, batch, max(tensor, 1)),
         _multiplied(tape, tokens),
         undivided,
+        cut,
     )
+
+
+def _buffers(model: nn.Module) -> int:
+    return sum(buffer.nbytes for buffer in model.buffers())
+
+
+def _cut(model: nn.Module, blocks: int) -> tuple[str, int] | None:
+    """Leave `blocks` of the largest list of many modules of one class: the name of the list, and how many it had."""
+    lists = {
+        dotted: module
+        for dotted, module in model.named_modules()
+        if isinstance(module, nn.ModuleList) and len(module) >= WORTH and len({type(each) for each in module}) == 1
+    }
+    name = max(lists, key=lambda dotted: sum(p.numel() for p in lists[dotted].parameters()), default=None)
+    if name is None:
+        return None
+    count = len(lists[name])
+    del lists[name][blocks:]
+    return name, count
 
 
 def _divided(program: Program, model: nn.Module, name: str, tensor: int) -> Callable[[], AbstractContextManager[Any]]:

@@ -222,7 +222,7 @@ def _frees_nothing(planner: Planner, asked: Strategy) -> Answer:
 
 
 def _cheapest(planner: Planner, asked: Strategy) -> Answer:
-    changes = planner.search(asked)
+    changes = planner.search(asked, most=5)
     return ranked(changes) if changes else ["  nothing that was tried fits: use more ranks, or shorter sequences"]
 
 

@@ -237,22 +237,25 @@ def plan_of(
     budget: float | None = None,
     host_budget: float | None = None,
     failure_hours: float = FAILURE_HOURS,
+    units: tuple[Unit, ...] | None = None,
+    brief: bool = False,
 ) -> Plan:
     """The plan of one strategy. `step`: of its size of the micro-batch and its recomputation; `budget`, `host_budget`:
     bytes of a device and of the host for a rank, None for all that the hardware has; `failure_hours`: between two
-    failures of one device."""
+    failures of one device; `units`: of the strategy, if they are there already; `brief`: as of `simulate`."""
     if strategy.float8 and not hardware.float8:
         raise ValueError(f"float8: expected a device with products in float8, found {hardware.name}")
     hardware = hardware if strategy.hosts == 1 else replace(hardware, node=strategy.ranks // strategy.hosts)
     others: list[Ways] = []
     if strategy.placed.levels is not None:
         if strategy.ways is None:
-            strategy = replace(strategy, ways=strategy.placed.fastest(_rates(hardware)))
+            strategy, units = replace(strategy, ways=strategy.placed.fastest(_rates(hardware))), None
         others = [ways for ways in (TWO_LEVELS, ONE_LEVEL) if ways != strategy.ways]
-    units = units_of(model, strategy)
-    simulated = simulate(units, step, strategy, hardware, model.buffer_nbytes)
+    units = units_of(model, strategy) if units is None else units
+    simulated = simulate(units, step, strategy, hardware, model.buffer_nbytes, brief=brief)
     other_ways = tuple(
-        (ways, simulate(units, step, replace(strategy, ways=ways), hardware, model.buffer_nbytes)) for ways in others
+        (ways, simulate(units, step, replace(strategy, ways=ways), hardware, model.buffer_nbytes, brief=brief))
+        for ways in others
     )
     by_kind = list(zip(KINDS, simulated.peak.nbytes, strict=True))
     axes = [strategy.shard, strategy.replicas, max(unit.part for unit in units), strategy.tensor, strategy.context]

@@ -1,24 +1,28 @@
-"""Finds the strategies that fit, and the fastest of them: every combination of the dials is simulated."""
+"""Finds the strategies that fit, and the fastest of them, among all combinations of the dials.
+
+A strategy is simulated if it may be one of those that are asked for: if what it holds at least fits, and what it takes
+at least is less than what the last of them takes.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import product
-from math import gcd, lcm
+from math import ceil, gcd, lcm
+from typing import Any, NamedTuple
 
+from .clock import Clock
 from .description import Model
 from .machine import Hardware
-from .recomputation import ALL_ON_HOST, NONE, SELECTIVE, WHOLE, on_host
+from .padding import padding_of
+from .recomputation import NONE, SELECTIVE, WHOLE, on_host
 from .result import FAILURE_HOURS, Plan, plan_of
-from .spans import Step, scaled, steps_of
-from .strategy import Strategy, units_of
-
-Ways = str | tuple[str, ...]
-# (samples, sequence length or None, compute dtype, whether the model is one unit, ways of recomputation that the tape
-# has to know) -> the model as data
-Describe = Callable[[int, int | None, str, bool, Ways], Model]
-
+from .simulation import itemsize_of
+from .sizes import Describe as Describe
+from .sizes import Sizes, Ways
+from .spans import Step, steps_of
+from .strategy import Strategy, Unit, units_of
 
 # (ranks along `tp`, along `cp`, and over which experts are divided) -> the model as data of one of them, None where the
 # model or the ranks do not allow these degrees
@@ -35,8 +39,7 @@ class Change:
 
 
 class Planner:
-    """Plans of one model on one hardware. Models are described once for each size; other sizes of the micro-batch come
-    from two of them."""
+    """Plans of one model on one hardware (`sizes` has the model)."""
 
     def __init__(
         self,
@@ -48,87 +51,101 @@ class Planner:
         sequence: int | None = None,
         failure_hours: float = FAILURE_HOURS,
         divide: Divide | None = None,
+        short: Divide | None = None,
+        degrees: tuple[int, int, int] = (1, 1, 1),
+        proof: Sizes | None = None,
     ) -> None:
-        """`divide`: for a search with other degrees of the axes beside data parallelism; None: there is none."""
+        """`divide`: for a search with other degrees of the axes beside data parallelism; None: there is none. `short`:
+        the same with a few blocks of the model, of each degree; `degrees`: those of `describe`; `proof`: as in
+        `Sizes`."""
         self.describe = describe
-        self.divide = divide
+        self.divide, self.short = divide, short
         self.hardware = hardware
         self.budget = hardware.memory if budget is None else budget
         self.host_budget = hardware.host_memory if host_budget is None else host_budget
         self.sequence = sequence
         self.failure_hours = failure_hours
-        self._models: dict[tuple[int, int | None, str, bool, Ways], Model] = {}
-        self._steps: dict[tuple[object, ...], Step] = {}
+        self.sizes = Sizes(describe, sequence, None if short is None else short(degrees), proof)
+        self._units: dict[Strategy, tuple[Unit, ...]] = {}
+        self._curable: dict[tuple[int, str], bool] = {}
+        self._seconds: dict[tuple[object, ...], float] = {}
 
     def model(
-        self,
-        samples: int,
-        compute: str,
-        *,
-        sequence: int | None = None,
-        alone: bool = False,
-        recompute: Ways = NONE,
+        self, samples: int, compute: str, *, sequence: int | None = None, alone: bool = False, recompute: Ways = NONE
     ) -> Model:
-        """`recompute`: of a strategy; the model differs where everything is on the host."""
-        ways = (recompute,) if isinstance(recompute, str) else recompute
-        key = (samples, sequence or self.sequence, compute, alone, recompute if ALL_ON_HOST in ways else NONE)
-        if key not in self._models:
-            self._models[key] = self.describe(*key)
-        return self._models[key]
+        """As `Sizes.model`."""
+        return self.sizes.model(samples, compute, sequence=sequence, alone=alone, recompute=recompute)
 
     def plan(self, strategy: Strategy, *, sequence: int | None = None, alone: bool = False) -> Plan:
         """The plan of a strategy, with the model described at its own micro-batch."""
         ways = self._ways(strategy)
         model = self.model(strategy.micro, strategy.computed, sequence=sequence, alone=alone, recompute=ways)
         step = steps_of(model, ways, compiled_loss=strategy.compiled_loss)
-        return self._planned(model, step, replace(strategy, recompute=ways))
+        return plan_of(model, step, self._here(strategy), self.hardware, **self._limits)
 
     def estimate(self, strategy: Strategy) -> Plan:
-        """The same from the model at one and two samples: every figure is taken to be linear in them."""
-        ways = self._ways(strategy)
-        one, two = (self.model(n, strategy.computed, recompute=ways) for n in (1, 2))
-        steps = []
-        for model in (one, two):
-            key = (model.samples, strategy.computed, ways, strategy.compiled_loss)
-            if key not in self._steps:
-                self._steps[key] = steps_of(model, ways, compiled_loss=strategy.compiled_loss)
-            steps.append(self._steps[key])
-        return self._planned(one, scaled(steps[0], steps[1], strategy.micro), replace(strategy, recompute=ways))
+        """The same from the model at one and two samples. It has no commands, and of its moments the peak alone."""
+        model, step = self._at(strategy)
+        here = self._here(strategy)
+        return plan_of(model, step, here, self.hardware, **self._limits, units=self._units_of(here), brief=True)
+
+    @property
+    def _limits(self) -> dict[str, Any]:
+        return {"budget": self.budget, "host_budget": self.host_budget, "failure_hours": self.failure_hours}
+
+    def _at(self, strategy: Strategy) -> tuple[Model, Step]:
+        ways, compiled_loss = self._ways(strategy), strategy.compiled_loss
+        return self.sizes.at(strategy.micro, strategy.computed, ways, compiled_loss=compiled_loss)
 
     def _ways(self, strategy: Strategy) -> Ways:
         """Where the host is the device, nothing goes to it."""
         return (strategy.with_activations(hosted=False) if self.hardware.blocking else strategy).recompute
 
-    def _planned(self, model: Model, step: Step, strategy: Strategy) -> Plan:
-        strategy = replace(strategy, offload=strategy.offload and not self.hardware.blocking)
-        limits = {"budget": self.budget, "host_budget": self.host_budget, "failure_hours": self.failure_hours}
-        return plan_of(model, step, strategy, self.hardware, **limits)
+    def _here(self, strategy: Strategy) -> Strategy:
+        offload = strategy.offload and not self.hardware.blocking
+        return replace(strategy, recompute=self._ways(strategy), offload=offload)
+
+    def _units_of(self, strategy: Strategy) -> tuple[Unit, ...]:
+        """The units, which differ by what their layouts depend on alone."""
+        key = replace(strategy, micro=1, accumulate=min(strategy.accumulate, 2), recompute=NONE)
+        if key not in self._units:
+            self._units[key] = units_of(self._at(strategy)[0], key)
+        return self._units[key]
 
     # ---- search ------------------------------------------------------------------------------------------------
 
-    def search(self, asked: Strategy, *, meshes: bool = True) -> list[Change]:
-        """Everything that fits, the fastest first; among plans within one percent of each other, that with the fewest
-        changes. Samples of a step stay the same. The host is used only if nothing fits without it: first for
+    def search(
+        self,
+        asked: Strategy,
+        *,
+        meshes: bool = True,
+        most: int | None = None,
+        say: Callable[[str], None] = lambda _: None,
+    ) -> list[Change]:
+        """What fits, the fastest first, `most` of it or all; among plans within one percent of each other, that with
+        the fewest changes. Samples of a step stay the same. The host is used only if nothing fits without it: first for
         activations, then for shards and state, then for both. `meshes`: on every mesh, and not on three alone
-        (`candidates`), which takes a third of the time; and with other degrees (`degrees`), one axis at a time, with
-        each recomputation and micro-batch."""
+        (`candidates`); and with other degrees (`degrees`), one axis at a time. `say` gets lines about the progress."""
         device = not self.hardware.blocking
         hosts = device and not asked.hosts_activations
         offloads = (False, True) if device and not asked.offload else (asked.offload,)
-        planners = [(self, asked), *(self._divided(asked) if meshes else ())]
+        planners: list[tuple[Planner, Strategy]] = [(self, asked)]
+        if meshes:
+            planners += self._divided(asked)
         for offload, moved in product(offloads, (False, True)[: 1 + hosts]):
-            found = []
+            bounds: list[_Bound] = []
             for planner, strategy in planners:
                 # Activations of divided layers are not planned on the host.
                 hosted = (moved or asked.hosts_activations) and strategy.tensor == 1
                 if moved and not hosted:
                     continue
+                say(f"{_axes(strategy)}: the model")
                 tried = candidates(strategy, self.hardware.node, meshes=meshes)
                 if strategy is not asked:
-                    tried = (each for each in tried if (each.replicas, each.reshard) == (1, strategy.reshard))
-                found += planner._fitting(asked, tried, offload, hosted)
-            if found:
-                return ranked_by_time(found)
+                    tried = (each for each in tried if each.replicas == 1)
+                bounds += planner._bounds(tried, offload, hosted)
+            if found := _fastest(asked, bounds, most, say):
+                return found
         return []
 
     def _divided(self, asked: Strategy) -> Iterator[tuple[Planner, Strategy]]:
@@ -136,75 +153,134 @@ class Planner:
         of a model divided so."""
         for strategy in degrees(asked, self.hardware.node) if self.divide is not None else ():
             assert self.divide is not None
-            described = self.divide((strategy.tensor, strategy.context, strategy.experts))
+            axes = (strategy.tensor, strategy.context, strategy.experts)
+            described = self.divide(axes)
             if described is not None:
-                yield (
-                    Planner(
-                        described,
-                        self.hardware,
-                        budget=self.budget,
-                        host_budget=self.host_budget,
-                        sequence=self.sequence,
-                        failure_hours=self.failure_hours,
-                    ),
-                    strategy,
-                )
+                shared = {"sequence": self.sequence, "short": self.short, "degrees": axes, "proof": self.sizes}
+                yield Planner(described, self.hardware, **shared, **self._limits), strategy
 
-    def _fitting(self, asked: Strategy, tried: Iterable[Strategy], offload: bool, hosted: bool) -> list[Change]:
-        found = []
+    def _bounds(self, tried: Iterable[Strategy], offload: bool, hosted: bool) -> Iterator[_Bound]:
+        """Yields what may fit, and with another placement what that saves padding of."""
         for strategy in tried:
             ways = strategy.recompute
             assert isinstance(ways, str)
             one = replace(strategy, offload=offload, recompute=on_host(ways) if hosted else ways)
-            try:
-                if self._cannot_fit(one):
+            for even in (False, True):
+                if even and (one.even or not self._is_curable(one)):
                     continue
-                plan = self.estimate(one)
-            except ValueError:
-                continue  # a degree that does not divide
-            if plan.fits:
-                found.append(_beside(asked, plan))
-        if not found:
-            return []
-        found += [self._even(asked, change) for change in found if change.plan.curable]
-        return ranked_by_time(found)
+                changed = replace(one, even=True) if even else one
+                device, host = self.least_nbytes(changed)
+                if device <= self.budget and not 0 < self.host_budget < host:
+                    yield _Bound(self.least_seconds(changed), changed, self)
 
-    def _even(self, asked: Strategy, change: Change) -> Change:
-        """The same with the placement that a line about padding recommends. It has fewer bytes, so it fits."""
-        return _beside(asked, self.estimate(replace(change.plan.strategy, even=True)))
+    def _is_curable(self, strategy: Strategy) -> bool:
+        """Whether another placement saves padding."""
+        key = (strategy.shard, strategy.computed)
+        if key not in self._curable:
+            self._curable[key] = any(each.by_placement for each in padding_of(self._units_of(strategy)))
+        return self._curable[key]
 
     def least_ranks(self, asked: Strategy, most: int = 1 << 20) -> Plan | None:
-        """The plan with the fewest ranks that fits, of the same strategy and replicas; None up to `most` ranks. Fewer
-        ranks hold more each."""
+        """The plan with the fewest ranks that fits, of the same strategy and replicas; None if no number up to 128 and
+        no power of two up to `most` does. More ranks do not always hold less each: padding differs, and one rank has no
+        messages."""
 
         # Each shares a layer, a sequence and experts with as many as before.
         together = asked.replicas * lcm(asked.tensor * asked.context, asked.experts)
 
-        def at(groups: int) -> Plan:
-            return self.estimate(replace(asked, ranks=groups * together, hosts=1))
+        def at(groups: int) -> Strategy | None:
+            try:
+                return replace(asked, ranks=groups * together, hosts=1)
+            except ValueError:
+                return None  # a part that so many ranks do not have
+
+        def fits(groups: int) -> bool:
+            strategy = at(groups)
+            return strategy is not None and self.estimate(strategy).fits
 
         high = 1
-        while not at(high).fits:
+        while not fits(high):
             high *= 2
             if high * together > most:
-                return None
+                high = 0
+                break
         low = high // 2
         while high - low > 1:
             middle = (low + high) // 2
-            low, high = (low, middle) if at(middle).fits else (middle, high)
-        return at(high)
+            low, high = (low, middle) if fits(middle) else (middle, high)
+        smaller = range(self._least_groups(asked, together), high or 128 // together + 1)
+        found = at(next((groups for groups in smaller if fits(groups)), high))
+        return None if found is None else self.estimate(found)
+
+    def _least_groups(self, asked: Strategy, together: int) -> int:
+        """So many groups of `together` ranks have enough memory at least: in each, shards and state of all."""
+        alone = replace(asked, ranks=together, reshard=bool(asked.reshard), hosts=1)
+        (device, host), budget = self.least_nbytes(alone), self.budget
+        if asked.offload:
+            device, budget = host, self.host_budget or float("inf")
+            return max(ceil(device / budget), 1)
+        rests = sum(g.memory.shard_nbytes + g.state_nbytes for u in self._units_of(alone) for g in u.groups)
+        rests *= (1 + self.hardware.fragmentation) * (1 + self.hardware.margin)
+        # What is there beside them does not depend on their number.
+        return max(ceil(rests / max(budget - (device - rests), 1.0) * (1 - 1e-6)), 1)
 
     def least_nbytes(self, strategy: Strategy) -> tuple[float, float]:
-        """Bytes that a rank has at least, on the device and on the host: of shards, state and buffers, and what the
-        device keeps for itself."""
-        model = self.model(1, strategy.computed)
-        at_rest = sum(g.memory.shard_nbytes + g.state_nbytes for u in units_of(model, strategy) for g in u.groups)
-        device = model.buffer_nbytes + self.hardware.reserved
-        return (device, at_rest) if strategy.offload else (device + at_rest, 0.0)
+        """Bytes that a rank has at least, on the device and on the host: of shards, state, buffers and batch, of the
+        most activations, of what the device keeps for itself, and of the margin."""
+        model, step = self._at(strategy)
+        units = self._units_of(strategy)
+        at_rest = float(sum(g.memory.shard_nbytes + g.state_nbytes for u in units for g in u.groups))
+        counted = model.buffer_nbytes + step.batch_nbytes + max(span.peak for span in step.spans)
+        counted += 0.0 if strategy.offload else at_rest
+        device = self.hardware.reserved + counted * (1 + self.hardware.fragmentation)
+        # Sums of many bytes are rounded.
+        return device * (1 + self.hardware.margin) * (1 - 1e-9), at_rest * strategy.offload
 
-    def _cannot_fit(self, strategy: Strategy) -> bool:
-        device, host = self.least_nbytes(strategy)
-        return device > self.budget or (0 < self.host_budget < host)
+    def least_seconds(self, strategy: Strategy) -> float:
+        """Seconds that a step takes at least: those of its kernels, and of messages of divided layers that nothing
+        overlaps with."""
+        strategy = self._here(strategy)
+        model, step = self._at(strategy)
+        key = (strategy.micro, strategy.recompute, strategy.compiled_loss)
+        if key not in self._seconds:
+            units = self._units_of(strategy)
+            clock = Clock(
+                self.hardware, itemsize_of(units, strategy), compiled=strategy.compiled, float8=strategy.float8
+            )
+            self._seconds[key] = sum(clock.seconds(span.work) for span in step.spans) + sum(
+                clock.alone(message, *strategy.group(message.axis)) for span in step.spans for message in span.messages
+            )
+        return self._seconds[key] * strategy.accumulate * (1 - 1e-9)
+
+
+class _Bound(NamedTuple):
+    """A strategy that may fit, what it takes at least, and whose it is."""
+
+    seconds: float
+    strategy: Strategy
+    planner: Planner
+
+
+def _fastest(asked: Strategy, bounds: list[_Bound], most: int | None, say: Callable[[str], None]) -> list[Change]:
+    """The fastest of what fits."""
+    found: list[Change] = []
+    for number, bound in enumerate(sorted(bounds, key=lambda each: each.seconds)):
+        if most is not None and len(found) >= most:
+            ranked = ranked_by_time(found)
+            best = min(change.plan.seconds for change in found)
+            # What is left takes as long at least. It cannot be the fastest, nor before the last of these.
+            if bound.seconds > best and _percents(bound.seconds, best) > _percents(ranked[most - 1].plan.seconds, best):
+                break
+        say(f"{_axes(bound.strategy)}: {number + 1} of {len(bounds)} tried, {len(found)} fit")
+        plan = bound.planner.estimate(bound.strategy)
+        if plan.fits:
+            found.append(_beside(asked, plan))
+    return ranked_by_time(found)[:most] if found else []
+
+
+def _axes(strategy: Strategy) -> str:
+    names = (("TP", strategy.tensor), ("CP", strategy.context), ("EP", strategy.experts))
+    return ", ".join(f"{name} {degree}" for name, degree in names if degree > 1) or "data parallelism"
 
 
 def candidates(asked: Strategy, node: int, *, meshes: bool = True) -> Iterator[Strategy]:
@@ -272,7 +348,14 @@ def degrees(asked: Strategy, node: int) -> Iterator[Strategy]:
 def ranked_by_time(changes: list[Change]) -> list[Change]:
     """The fastest first; within one percent of each other, that with the fewest changes."""
     best = min(change.plan.seconds for change in changes)
-    return sorted(changes, key=lambda c: (round(c.plan.seconds / best / 0.01), c.count, c.plan.peak_nbytes))
+    return sorted(
+        changes,
+        key=lambda c: (_percents(c.plan.seconds, best), c.count, c.plan.peak_nbytes, c.plan.seconds, c.says),
+    )
+
+
+def _percents(seconds: float, best: float) -> int:
+    return round(seconds / best / 0.01)
 
 
 def _beside(asked: Strategy, plan: Plan) -> Change:
@@ -295,7 +378,7 @@ def sharing(ranks: int, node: int) -> list[int]:
 def _reshards(shard: int, node: int) -> list[bool | int]:
     if shard == 1:
         return [True]
-    kept: list[bool | int] = [node] if node < shard and shard % node == 0 else []
+    kept: list[bool | int] = [node] if 1 < node < shard and shard % node == 0 else []
     return [True, False, *kept]
 
 

@@ -25,11 +25,17 @@ SEND_BUFFERS = 1
 
 
 def simulate(
-    units: Sequence[Unit], step: Step, strategy: Strategy, hardware: Hardware, buffer_nbytes: float = 0.0
+    units: Sequence[Unit],
+    step: Step,
+    strategy: Strategy,
+    hardware: Hardware,
+    buffer_nbytes: float = 0.0,
+    *,
+    brief: bool = False,
 ) -> Simulated:
     """One steady step of one rank: `accumulate` forwards and backwards of `step`, and the optimizer's.
-    `buffer_nbytes`: of the model's buffers."""
-    return Simulation(units, strategy, hardware, buffer_nbytes).run(step)
+    `buffer_nbytes`: of the model's buffers. `brief`: no commands, and of all moments the peak alone."""
+    return Simulation(units, strategy, hardware, buffer_nbytes, brief=brief).run(step)
 
 
 class Simulation:
@@ -44,19 +50,20 @@ class Simulation:
         *,
         limits: Limits | None = None,
         records: Sequence[UnitRecord] | None = None,
+        brief: bool = False,
     ) -> None:
         """`limits`: None for those that the engine has on such hardware. `records`: of `units`, with what the rules
-        read about them."""
+        read about them. `brief`: as of `simulate`."""
         if limits is None:
             limits = Limits(strategy.prefetch_depth, send_buffers=None if hardware.blocking else SEND_BUFFERS)
-        self.units, self.strategy = units, strategy
+        self.units, self.strategy, self.brief = units, strategy, brief
         self.schedule = RunRecord(list(records or map(record_of, units, range(len(units)))))
         self.schedule.prefetch_depth = limits.prefetch_depth
         self.schedule.prefetch_nbytes = limits.prefetch_nbytes
         # On the device, and in host memory.
         self.bytes, self.host = Bytes(), Bytes()
         self.pool = Pool(self.bytes, keep=hardware.blocking)
-        self.clock = Clock(hardware, _itemsize(units, strategy), compiled=strategy.compiled, float8=strategy.float8)
+        self.clock = Clock(hardware, itemsize_of(units, strategy), compiled=strategy.compiled, float8=strategy.float8)
         self.reductions = Reductions(strategy, limits, self.bytes, self.host, self.pool, self.clock)
         self.measured = False
         self.phase = ""
@@ -86,7 +93,7 @@ class Simulation:
         self.bytes.add("batch", "", step.batch_nbytes)
         windows = self.strategy.accumulate
         for measured in (False, True):
-            self.measured = measured
+            self.measured, self.clock.still = measured, not measured
             self.bytes.forget()
             self.host.forget()
             self.clock.begin(Simulated(traffic={axis: Traffic() for axis in AXES}))
@@ -183,6 +190,10 @@ class Simulation:
 
     def _span(self, span: Span) -> None:
         """Compute until the next event. From its begin on the picture has the most that it holds."""
+        if self.clock.still:
+            for index, nbytes in span.gradients:
+                self._come(self.units[index], self.schedule.units[index], nbytes)
+            return
         begun = self.clock.now
         name = self.phase.partition(" ")[2] or self.phase
         left = span.work
@@ -197,6 +208,10 @@ class Simulation:
             self.clock.wait(arrives, name, "copies of activations")
         self.host.set("activations", "", span.hosted)
         for there, share, when in ((span.peak, span.ready, begun), (span.end, 1.0 - span.ready, self.clock.now)):
+            if not span.gradients and not span.loss and not self.bytes.kinds["loss"]:
+                self.bytes.set("activations", "", there)
+                self._note(when)
+                continue
             # What goes first makes room for what comes.
             self.bytes.set("loss", "", 0.0)
             self.bytes.set("activations", "", min(there, self.bytes.nbytes("activations", "")))
@@ -216,9 +231,10 @@ class Simulation:
 
     def _note(self, when: float | None = None) -> None:
         """A moment for the picture, `when` or now; and the peak, if it came since the last one."""
-        if self.measured:
+        if self.measured and (self.bytes.is_new_peak or not self.brief):
             when = self.clock.now if when is None else when
-            self.found.moments.append(Moment(when, self.phase, tuple(self.bytes.kinds.values())))
+            if not self.brief:
+                self.found.moments.append(Moment(when, self.phase, tuple(self.bytes.kinds.values())))
             if self.bytes.is_new_peak:
                 self.found.peak = Moment(when, self.phase, self.bytes.peak)
         self.bytes.is_new_peak = False
@@ -227,7 +243,7 @@ class Simulation:
 
     def _do(self, commands: Iterable[Command]) -> None:
         for command in commands:
-            if self.measured:
+            if self.measured and not self.brief:
                 self.found.commands.append(str(command))
             getattr(self, f"_{command.kind}")(self.units[command.unit.index], command.unit)
 
@@ -380,7 +396,7 @@ class Simulation:
         self.phase = "optimizer"
         hardware, offload = self.clock.hardware, self.strategy.offload
         groups = [group for unit in self.units for group in unit.groups if group.sent is not None]
-        if self.strategy.optimizer != "none" and groups:
+        if self.strategy.optimizer != "none" and groups and self.measured:
             written = sum(group.sent.reduced_nbytes + group.state_nbytes for group in groups if group.sent is not None)
             read = sum(group.sent.reduced_nbytes for group in groups if group.sent is not None)
             rate = hardware.host if offload else hardware.bandwidth * hardware.stream
@@ -431,7 +447,7 @@ def record_of(unit: Unit, index: int) -> UnitRecord:
     return record
 
 
-def _itemsize(units: Sequence[Unit], strategy: Strategy) -> int:
+def itemsize_of(units: Sequence[Unit], strategy: Strategy) -> int:
     """Returns the itemsize of the dtype that most of the computation has."""
     sizes = Counter[int]()
     for unit in units:
@@ -451,15 +467,8 @@ def _step_nbytes(
     """Returns the most bytes that an optimizer's step has for its results. By default torch steps DTensors one after
     the other, in the order of the model. The results of each have the size of its shard, and the last one of the
     parameter before it is not freed yet."""
-    shards: list[tuple[int, int]] = []
-    for group in groups:
-        sent = group.sent
-        assert sent is not None
-        trained = [parameter for parameter in group.parameters if parameter.trainable]
-        for parameter, segment in zip(trained, sent.pack.segments, strict=True):
-            if not steps(parameter):
-                continue
-            shards.append((parameter.place, segment.layout.local_numel(0) * sent.storage_itemsize))
+    stepped = (each for group in groups for each in group.stepped)
+    shards = [(parameter.place, nbytes) for parameter, nbytes in stepped if steps(parameter)]
     sizes = [nbytes for _, nbytes in sorted(shards)]
     if optimizer.lists or not optimizer.results:
         return optimizer.results * sum(sizes)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 from ..layout import (
@@ -162,7 +162,7 @@ class Strategy:
         """
         return {"tp": (self.tensor, 1), "cp": (self.context, self.tensor), "ep": (self.experts, 1)}[axis]
 
-    @property
+    @cached_property
     def placed(self) -> HostGroups:
         """The groups of its ranks on its hosts."""
         found = numbered(self.ranks, self.shard, self.hosts, self.backend)
@@ -250,7 +250,7 @@ class Group:
         """Bytes of the messages of an all-gather: what every rank has of it afterwards."""
         return sum(self.gathered_parts)
 
-    @property
+    @cached_property
     def gathered_parts(self) -> tuple[int, int]:
         """The same of parameters that travel by themselves, and of those that are packed."""
         return self._gathered(self.memory.pack, self.memory.plan)
@@ -266,16 +266,26 @@ class Group:
         """The same for the gather of secondary shards over their block."""
         return sum(self.kept_gathered_parts)
 
-    @property
+    @cached_property
     def kept_gathered_parts(self) -> tuple[int, int]:
         kept = self.memory.kept
         return (0, 0) if kept is None else self._gathered(kept, self.memory.plan)
 
-    @property
+    @cached_property
+    def stepped(self) -> tuple[tuple[Parameter, int], ...]:
+        """The parameters that an optimizer steps, each with the bytes of its shard."""
+        if self.sent is None:
+            return ()
+        trained = [parameter for parameter in self.parameters if parameter.trainable]
+        size = self.sent.storage_itemsize
+        pairs = zip(trained, self.sent.pack.segments, strict=True)
+        return tuple((parameter, segment.layout.local_numel(0) * size) for parameter, segment in pairs)
+
+    @cached_property
     def gather_calls(self) -> int:
         return len(self.memory.plan.direct) + bool(self.memory.plan.packed) if self.memory.pack.world > 1 else 0
 
-    @property
+    @cached_property
     def reduced_message_nbytes(self) -> int:
         """Bytes that this rank puts into the messages of a reduction over the shards."""
         if self.sent is None or self.sent.pack.world == 1:
@@ -314,16 +324,16 @@ class Unit:
     def some_frozen(self) -> bool:
         return any(not p.trainable for p in self.shape.parameters)
 
-    @property
+    @cached_property
     def gather_nbytes(self) -> int:
         return sum(g.memory.gather_nbytes + g.memory.uploaded_nbytes for g in self.groups)
 
-    @property
+    @cached_property
     def gradient_nbytes(self) -> int:
         """The full gradients, as autograd makes them."""
         return sum(g.sent.gradient_nbytes for g in self.groups if g.sent is not None)
 
-    @property
+    @cached_property
     def staying_nbytes(self) -> int:
         """Full parameters whose bytes stay between uses."""
         return sum(g.memory.full_nbytes for g in self.groups if g.memory.stays)
@@ -370,7 +380,7 @@ def _unit(shape: UnitShape, outer: bool, strategy: Strategy) -> Unit:
         kinds.setdefault((_stored_as(parameter, strategy), _compute_of(parameter, strategy)), []).append(parameter)
     strategy = replace(strategy, recompute=NONE)
     groups = tuple(
-        _group(shape.title, tuple(found), dtype, part, replace(strategy, compute=compute))
+        _group(tuple(found), dtype, part, replace(strategy, compute=compute))
         for (dtype, compute), found in kinds.items()
     )
     # Equal layouts are made once; names are those of the first unit that has them.
@@ -395,7 +405,7 @@ def _compute_of(parameter: Parameter, strategy: Strategy) -> str:
     return strategy.compute if strategy.compute and floating and not parameter.kept else stored
 
 
-def _group(name: str, parameters: tuple[Parameter, ...], dtype: str, part: int, strategy: Strategy) -> Group:
+def _group(parameters: tuple[Parameter, ...], dtype: str, part: int, strategy: Strategy) -> Group:
     shapes = tuple((p.shape, p.placed, p.trainable) for p in parameters)
     memory, sent = _layouts(shapes, dtype, part, replace(strategy, micro=1, optimizer="none"))
     state = 0
@@ -406,7 +416,7 @@ def _group(name: str, parameters: tuple[Parameter, ...], dtype: str, part: int, 
                 layout = ShardLayout(parameter.shape, parameter.placed, strategy.shard)
                 numel = layout.local_numel(0)
                 state += optimizer.copies * numel * itemsize(dtype) + int(optimizer.nbytes * numel) + optimizer.counter
-    return Group(replace(memory, name=name), None if sent is None else replace(sent, name=name), parameters, state)
+    return Group(memory, sent, parameters, state)
 
 
 def _optimizer_of(parameter: Parameter, strategy: Strategy) -> Optimizer:

@@ -101,6 +101,7 @@ def _tape(recorder: _Recorder, model: nn.Module, batch: Any, unit_of: dict[int, 
     }
     lines = recorder.close()
     nbytes = sum(t.nbytes for t in tensors_in([batch]))
+    brought = [(unit_of.get(id(p), 0), found) for p in model.parameters() if (found := _brought(p)) is not None]
     return Tape(
         _with_gradients(_with_ends(lines), gradients),
         gradients,
@@ -109,7 +110,8 @@ def _tape(recorder: _Recorder, model: nn.Module, batch: Any, unit_of: dict[int, 
         nbytes,
         recorder.last_read,
         {recorder.number(tensor): tensor.untyped_storage().nbytes() for tensor in others},
-        tuple(found for p in model.parameters() if (found := _brought(p)) is not None),
+        tuple(found for _, found in brought),
+        tuple(unit for unit, _ in brought),
     )
 
 
