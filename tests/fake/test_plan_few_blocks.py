@@ -24,10 +24,10 @@ from fullshard.train.model import LlamaShape
 from fullshard.train.shapes import language_model
 from tests.pure.test_plan import PLAIN
 
-WAYS = ("none", "selective", "alternate", "whole", "keep:aten.mm", "none+host", "whole+host", "selective+host")
+WAYS = ("none", "selective", "alternate", "whole", "none+host", "whole+host")
 
 
-def _llama(layers: int = 11, **plan: Any) -> Program:
+def _llama(layers: int = 10, **plan: Any) -> Program:
     program = language_model(LlamaShape(120, layers, 32, 4, 4, 64, 16, tie_embeddings=False), 16)
     if not plan:
         return program
@@ -55,10 +55,13 @@ def _expect_proven(sizes: Sizes, ways: Sequence[str]) -> None:
             assert _are_equal(sizes.at(samples, "bfloat16", way), whole), (way, samples)
 
 
+@pytest.mark.hang_after(300)
 def test_six_blocks_stand_for_all_in_every_way_of_recomputation() -> None:
     _expect_proven(_sizes(_llama()), WAYS)
 
 
+@pytest.mark.sample(2)
+@pytest.mark.hang_after(300)
 @pytest.mark.parametrize(
     ("plan", "tensor"),
     [
@@ -69,7 +72,7 @@ def test_six_blocks_stand_for_all_in_every_way_of_recomputation() -> None:
     ids=str,
 )
 def test_divided_layers_too(plan: dict[str, Any], tensor: int) -> None:
-    sizes = _sizes(_llama(10, **plan), tensor=tensor, shared=tensor == 1)
+    sizes = _sizes(_llama(**plan), tensor=tensor, shared=tensor == 1)
     _expect_proven(sizes, ("none", "whole"))
 
 
@@ -123,16 +126,16 @@ def test_a_search_describes_the_model_once_and_a_few_blocks_for_the_rest() -> No
     def described(blocks: int) -> Callable[..., Model]:
         def made(samples: int, _: object, compute: str, alone: bool, ways: str | Sequence[str]) -> Model:
             counts.append((blocks, samples))
-            return describe(_llama(12), "model", samples=samples, compute=compute, recompute=ways, blocks=blocks)
+            return describe(_llama(), "model", samples=samples, compute=compute, recompute=ways, blocks=blocks)
 
         return made
 
-    asked = Strategy(8, micro=4, compute="bfloat16", reduce="float32")
+    asked = Strategy(2, micro=4, compute="bfloat16", reduce="float32")
     few = Planner(described(0), PLAIN, budget=1e9, short=lambda degrees: described(KEPT))
     few.plan(asked)
-    found = few.search(asked)
+    found = few.search(asked, meshes=False)
     assert counts == [(0, 4), (KEPT, 4), (KEPT, 1), (KEPT, 2)]
-    whole = Planner(described(0), PLAIN, budget=1e9).search(asked)
+    whole = Planner(described(0), PLAIN, budget=1e9).search(asked, meshes=False)
     assert [(c.says, c.plan.seconds, c.plan.terms) for c in found] == [
         (c.says, c.plan.seconds, c.plan.terms) for c in whole
     ]

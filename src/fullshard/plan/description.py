@@ -163,7 +163,7 @@ class Model:
     multiplied: float = 0.0
     # The elements of the parameters of all ranks of `tp` together; 0: as many as those of the units.
     undivided_numel: int = 0
-    # Of a model that is described by a few of its blocks (`repeats`): the list of them, and how many it has.
+    # The list of blocks of which this model has a few (`repeats`), and how many there are; None: it has all.
     cut: tuple[str, int] | None = None
 
     @property

@@ -173,7 +173,8 @@ def _buffers(model: nn.Module) -> int:
 
 
 def _cut(model: nn.Module, blocks: int) -> tuple[str, int] | None:
-    """Leave `blocks` of the largest list of many modules of one class: the name of the list, and how many it had."""
+    """Leave the first and the last of the largest list of many modules of one class, `blocks` in all: the name of the
+    list, and how many it had."""
     lists = {
         dotted: module
         for dotted, module in model.named_modules()
@@ -183,7 +184,7 @@ def _cut(model: nn.Module, blocks: int) -> tuple[str, int] | None:
     if name is None:
         return None
     count = len(lists[name])
-    del lists[name][blocks:]
+    del lists[name][blocks // 2 : count - blocks // 2]
     return name, count
 
 

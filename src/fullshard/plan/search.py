@@ -20,7 +20,8 @@ from .recomputation import NONE, SELECTIVE, WHOLE, on_host
 from .result import FAILURE_HOURS, Plan, plan_of
 from .simulation import itemsize_of
 from .sizes import Describe as Describe
-from .sizes import Sizes, Ways
+from .sizes import Sizes
+from .sizes import Ways as Ways
 from .spans import Step, steps_of
 from .strategy import Strategy, Unit, units_of
 
@@ -73,7 +74,7 @@ class Planner:
     def model(
         self, samples: int, compute: str, *, sequence: int | None = None, alone: bool = False, recompute: Ways = NONE
     ) -> Model:
-        """As `Sizes.model`."""
+        """The whole model, as `Sizes.model` has it."""
         return self.sizes.model(samples, compute, sequence=sequence, alone=alone, recompute=recompute)
 
     def plan(self, strategy: Strategy, *, sequence: int | None = None, alone: bool = False) -> Plan:
@@ -122,7 +123,7 @@ class Planner:
         most: int | None = None,
         say: Callable[[str], None] = lambda _: None,
     ) -> list[Change]:
-        """What fits, the fastest first, `most` of it or all; among plans within one percent of each other, that with
+        """Returns what fits, the fastest first, `most` of it or all; among plans within one percent of each other, that with
         the fewest changes. Samples of a step stay the same. The host is used only if nothing fits without it: first for
         activations, then for shards and state, then for both. `meshes`: on every mesh, and not on three alone
         (`candidates`); and with other degrees (`degrees`), one axis at a time. `say` gets lines about the progress."""
@@ -156,7 +157,12 @@ class Planner:
             axes = (strategy.tensor, strategy.context, strategy.experts)
             described = self.divide(axes)
             if described is not None:
-                shared = {"sequence": self.sequence, "short": self.short, "degrees": axes, "proof": self.sizes}
+                shared: dict[str, Any] = {
+                    "sequence": self.sequence,
+                    "short": self.short,
+                    "degrees": axes,
+                    "proof": self.sizes,
+                }
                 yield Planner(described, self.hardware, **shared, **self._limits), strategy
 
     def _bounds(self, tried: Iterable[Strategy], offload: bool, hosted: bool) -> Iterator[_Bound]:
@@ -219,7 +225,7 @@ class Planner:
         if asked.offload:
             device, budget = host, self.host_budget or float("inf")
             return max(ceil(device / budget), 1)
-        rests = sum(g.memory.shard_nbytes + g.state_nbytes for u in self._units_of(alone) for g in u.groups)
+        rests = float(sum(g.memory.shard_nbytes + g.state_nbytes for u in self._units_of(alone) for g in u.groups))
         rests *= (1 + self.hardware.fragmentation) * (1 + self.hardware.margin)
         # What is there beside them does not depend on their number.
         return max(ceil(rests / max(budget - (device - rests), 1.0) * (1 - 1e-6)), 1)
