@@ -123,7 +123,7 @@ class Planner:
         most: int | None = None,
         say: Callable[[str], None] = lambda _: None,
     ) -> list[Change]:
-        """Returns what fits, the fastest first, `most` of it or all; among plans within one percent of each other, that with
+        """Returns what fits, fastest first, `most` of it or all; of plans within one percent of each other, that with
         the fewest changes. Samples of a step stay the same. The host is used only if nothing fits without it: first for
         activations, then for shards and state, then for both. `meshes`: on every mesh, and not on three alone
         (`candidates`); and with other degrees (`degrees`), one axis at a time. `say` gets lines about the progress."""

@@ -57,7 +57,8 @@ class Sizes:
                 found = self._extended(one, two, samples, ways, compiled_loss)
             if found is None:
                 one, two = (self.model(n, compute, recompute=ways) for n in (1, 2))
-                found = one, scaled(*(self._step(each, ways, compiled_loss) for each in (one, two)), samples)
+                first, second = (self._step(each, ways, compiled_loss) for each in (one, two))
+                found = one, scaled(first, second, samples)
             self._steps[key] = found
         return self._steps[key]
 
