@@ -64,6 +64,7 @@ def _train(rank: int, setup: Setup, library: str) -> tuple[int, list[str]]:
     return nccl.library().made() - before, sorted(told)
 
 
+@pytest.mark.slow
 def test_a_bound_device_makes_no_group_of_ours_a_split_of_all_ranks() -> None:
     """Torch would make it one at once: a collective over ranks that do not come, and memory that no message uses."""
     assert pool(4, backend="nccl").run(_make_groups, timeout=30) == [(0, 2), (0, 2), (0, 0), (0, 0)]

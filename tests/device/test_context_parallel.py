@@ -59,6 +59,7 @@ def _alone() -> list[torch.Tensor]:
     return found
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("variant", ["ulysses", "ring"])
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)])
 def test_attention_on_a_device_late_messages_included(variant: str, seed: int) -> None:

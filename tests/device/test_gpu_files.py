@@ -244,6 +244,7 @@ class FakeCuda:
             warnings.warn("Synchronization debug mode is a prototype feature", stacklevel=2)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("fails", [False, True])
 @pytest.mark.parametrize("before", [0, 1])
 def test_the_mode_that_shows_waits_is_restored(fails: bool, before: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -287,6 +288,7 @@ def check_steps(rows: Sequence[dict[str, Any]]) -> None:
     assert any("reduce-scatter" in name for name in messages)
 
 
+@pytest.mark.slow
 def test_steps_on_simulated_messages() -> None:
     """The smallest form of the script, and of what it is worth most for."""
     results = parts_of(command("benchmarks.gpu", "--device", "simulated", "--tiny", "--parts", "step 8B"))

@@ -83,6 +83,7 @@ def _hands_over(rank: int, offload: bool) -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("offload", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)])
 def test_hand_over_between_steps_is_ordered_and_bounded(offload: bool, seed: int) -> None:

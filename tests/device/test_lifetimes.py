@@ -35,7 +35,7 @@ def _told(program: Any, *args: Any) -> str:
         return f"{type(error).__name__}: {error}"
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "name",
     [pytest.param(name, marks=pytest.mark.slow) if one.hangs or one.races else name for name, one in LIFETIMES.items()],
@@ -50,7 +50,7 @@ def test_a_fault_of_a_lifetime_is_found(name: str) -> None:
     assert any(found)
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_the_sound_engine_shows_nothing(program: str) -> None:
     one = PROGRAMS[program]

@@ -101,7 +101,7 @@ FIRST = (
 )
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "name", [name if name in FIRST else pytest.param(name, marks=pytest.mark.slow) for name in SETUPS]
 )
@@ -109,7 +109,7 @@ def test_the_peak_is_what_the_report_says(name: str) -> None:
     _check(SETUPS[name], 2)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", ALONE)
 def test_the_peak_of_one_rank(name: str) -> None:
     _check(ALONE[name], 1)

@@ -41,6 +41,7 @@ def _over_the_other_class(rank: int, program: Any, *args: Any) -> str:
         return str(program(rank, *args))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "program",
     [

@@ -61,6 +61,7 @@ def _plain(world: int) -> tuple[dict[str, Tensor], list[list[Tensor]]]:
 _slow = pytest.mark.slow
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=_slow), pytest.param(2, marks=_slow)])
 @pytest.mark.parametrize("reshard", [True, False, pytest.param(2, marks=_slow)])
 def test_who_leaves_a_unit_out_sends_what_the_others_send(reshard: bool | int, seed: int) -> None:

@@ -29,6 +29,7 @@ SETUPS = {
 BARE = replace(find_hardware("h100-80g"), backend="simulated", reserved=0.0, fragmentation=0.0)
 
 
+@pytest.mark.slow
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("name", SETUPS)
 def test_offload_is_predicted_on_the_device_and_on_the_host(name: str) -> None:

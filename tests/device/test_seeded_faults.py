@@ -43,7 +43,7 @@ def _noticed(found: Found | str, setup: Setup, world: int) -> str:
     return ""
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "name",
     # "a fault, in another setup" runs in `make test-full`.

@@ -549,7 +549,7 @@ def run_program(rank: int, name: str, fault: str = "") -> tuple[list[str], dict[
     return [race.explain() for race in seen.races] + nccl.failures(), params
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_programs_with_several_streams_train_as_plain_ones(name: str) -> None:
     _, setup, world = PROGRAMS[name]
@@ -633,7 +633,7 @@ FAULTS: dict[str, tuple[SeededFault, str]] = {
 }
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_an_order_that_is_left_out_is_found(fault: str) -> None:
     _, name = FAULTS[fault]

@@ -72,6 +72,7 @@ def _sleeps(rank: int, sleeps: bool, offload: bool, replicas: int = 1) -> dict[s
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("offload", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)])
 def test_memory_is_the_device_s_meanwhile(offload: bool, seed: int) -> None:

@@ -52,7 +52,7 @@ def _runs(name: str) -> list[Found]:
     return on_device.run(SETUPS[name])
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", SETUPS)
 def test_every_access_is_ordered_and_the_numbers_are_plain_training_s(name: str) -> None:
     _check(SETUPS[name], 2, _runs(name))
@@ -77,6 +77,7 @@ def _check(setup: Setup, world: int, runs: list[Found] | None = None) -> None:
             assert_close_to_tensor_max(values, expected[name], 12)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("setup", [Setup("uneven_mlp"), Setup(dtype="bfloat16"), Setup(offload=True)], ids=repr)
 def test_a_world_of_one(setup: Setup) -> None:
     for found in on_device.run(setup, world=1):
@@ -123,6 +124,7 @@ def _raise(_: torch.Tensor) -> None:
     raise ArithmeticError
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("where", ["forward", "backward"])
 def test_nothing_is_unordered_after_an_exception(where: str) -> None:
     expected = on_device.reference(Setup(), 2)

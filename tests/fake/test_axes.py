@@ -66,6 +66,7 @@ def test_four_axes_on_sixteen_ranks() -> None:
         loss(model, batch(0, 0)).backward()
 
 
+@pytest.mark.sample(2)
 @pytest.mark.filterwarnings("ignore:Full backward hook is firing")  # of torch's counter
 @pytest.mark.parametrize("sequence", [False, True], ids=["tp", "sp"])
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])

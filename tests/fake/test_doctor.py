@@ -162,6 +162,7 @@ MODELS: dict[str, tuple[Callable[[], Program], int, bool, str]] = {
 }  # fmt: skip
 
 
+@pytest.mark.sample(9)
 @pytest.mark.parametrize("name", MODELS)
 def test_what_is_planted_in_a_model_is_found_alone(name: str) -> None:
     build, world, steps, said = MODELS[name]

@@ -137,6 +137,7 @@ def test_rules_by_name(
         assert check == "axes" and rule in what and nearest in fix
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize(
     ("make", "plan", "world", "said"),
     [
@@ -190,6 +191,7 @@ def test_a_tie_across_styles() -> None:
     assert check == "axes" and "expected one way to divide the parameter" in what and "embedding" in what
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("how", "check", "said"),
     [

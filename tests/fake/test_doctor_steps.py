@@ -548,6 +548,7 @@ MARKED = [
 BESIDE = {"meta", "meta-buffers", "dtypes", "host-bound"}
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("check", "name"), MARKED)
 def test_what_is_planted_is_found_alone(check: str, name: str) -> None:
     build, said = PLANTED[check][name]

@@ -173,6 +173,7 @@ def _export(rank: int, kind: str, folder: str) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 @behaviour(
     "PEFT: a sharded model's adapters are exported as PEFT writes them, or merged into the files of the base model",
     area="packages",

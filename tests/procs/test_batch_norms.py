@@ -121,6 +121,7 @@ def test_batch_norms_of_the_call_shape_train_as_under_fsdp1() -> None:
         assert [name for name in own if not torch.equal(own[name], expected[name])] == []
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("ours", [_prepared, _composer, _accelerate])
 def test_configurations_of_fsdp1_keep_batch_norms_in_float32(ours: Callable[[Net], Any]) -> None:
     """What the first BatchNorm sees, in float32; the rest as far as the dtype of the other modules goes, because

@@ -63,6 +63,7 @@ def _load(interpreter: str, folders: Iterable[Path], scratch: Path) -> str:
     return _run(interpreter, "load", copies)
 
 
+@pytest.mark.slow
 @pytest.mark.hang_after(2 * SECONDS)
 def test_what_other_versions_saved_loads(tmp_path: Path, record_property: Record) -> None:
     assert [path.name.rpartition("-")[2] for path in WRITTEN] == ["2.10.0", "2.11.0"]

@@ -205,6 +205,7 @@ def _server_ends(rank: int, how: str) -> tuple[str, float] | None:
     return said
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("how", ["raised", "ended", pytest.param("later", marks=pytest.mark.slow), "killed"])
 def test_the_rank_that_serves_the_store_ends_first(how: str) -> None:
     told = run_fates(3, _server_ends, how, timeout=25, stays=False, lost=(0,))

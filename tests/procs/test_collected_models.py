@@ -130,7 +130,7 @@ def _run(rank: int, program: Callable[[Callable[[], None]], list[Tensor]], colle
         gc.collect()
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
 def test_it_does_not_matter_which_rank_collects(program: Any) -> None:
     found = [pool(2).run(_run, program, collects, timeout=20) for collects in (0, 1)]

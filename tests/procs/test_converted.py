@@ -102,7 +102,7 @@ def test_what_is_called_exact_trains_as_plain_training_does(name: str, tmp_path:
     assert sorted(prove(tmp_path, *FILES[name], strategy)) == sorted(keys)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", MORE)
 def test_other_spellings_too(name: str, tmp_path: Path) -> None:
     prove(tmp_path, *MORE[name])

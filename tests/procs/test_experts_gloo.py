@@ -65,6 +65,7 @@ def fails(rank: int, plan: Any) -> tuple[str, float, Trained]:
     return told, seconds, collect(model, optimizer)
 
 
+@pytest.mark.slow
 @pytest.mark.hang_after(200)
 @pytest.mark.parametrize(("world", "plan"), PLANS)
 def test_a_rank_that_raises_is_named_and_all_continue(world: int, plan: Any) -> None:
@@ -88,6 +89,7 @@ def differs(rank: int, plan: Any, what: str) -> tuple[str, float]:
     return raised(lambda: loss(model, batch(1, prepared.share[0])).backward())
 
 
+@pytest.mark.sample(1)
 @pytest.mark.hang_after(200)
 @pytest.mark.parametrize("what", ["top-k", "experts"])
 @pytest.mark.parametrize(("world", "plan"), PLANS)

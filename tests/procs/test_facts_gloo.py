@@ -95,6 +95,7 @@ def _values(rank: int, case: str) -> tuple[int, str, str]:
     return outcome(rank, ROW_3[case].make, ROW_3[case].change, 1)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("case", ["layer appended, other values", "replicas alone, seeds", "another checkpoint later"])
 def test_values_that_no_reduction_brings_together(case: str) -> None:
     found = pool(2).run(_values, case)

@@ -62,6 +62,7 @@ def _before(rank: int) -> tuple[list[torch.Tensor], str, float]:
     return state(model, optimizer), said, seconds
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("world", [2, 3])
 def test_a_hook_that_raises_prevents_the_step_everywhere(world: int) -> None:
     found = pool(world).run(_before)

@@ -36,6 +36,7 @@ def _packages(code: list[str]) -> set[str]:
     return set(re.findall(r"^(?:from|import) (\w+)", "\n".join(code), flags=re.M)) - HERE
 
 
+@pytest.mark.sample(2)
 @pytest.mark.hang_after(300)
 @pytest.mark.parametrize("code", list(_sections()))
 def test_a_section_runs_on_two_ranks(code: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

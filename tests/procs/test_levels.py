@@ -69,6 +69,7 @@ def _batch(rank: int) -> Tensor:
 # ---- where -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("names", "shape", "way"),
     [
@@ -269,6 +270,7 @@ def _beside_oracle(rank: int, spec: ModelSpec, names: str) -> None:
         assert_same_bits(train_alone(rank, spec, 3), first)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "precision", ["float32", *(pytest.param(name, marks=pytest.mark.slow) for name in list(POLICIES)[1:])]
 )
@@ -395,6 +397,7 @@ def _counted(names: str) -> Iterator[list[tuple[int, int]]]:
         yield sent
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("names", ["aabb", "aabbcc"])
 def test_what_crosses_is_each_ranks_part_once_for_each_other_node(names: str) -> None:
     run_forks(len(names), _bytes, (names,), TIMEOUT)

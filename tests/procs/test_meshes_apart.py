@@ -110,6 +110,7 @@ def test_ranks_that_wait_for_each_other_on_whatever_meshes_are_told(mesh_of: Axe
     assert all(torch.equal(grad, found[rank % 2][2]) for rank, (_, _, grad) in enumerate(found))
 
 
+@pytest.mark.slow
 @pytest.mark.sample(1)
 @behaviour(
     "ranks that wait for others which train on another mesh: at the time limit, who did not come and where it is",

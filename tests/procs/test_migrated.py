@@ -16,7 +16,7 @@ CONVERTED = ("package_beside", "ddp_objects_first", "ddp_grad_sync_flag")
 ADAPTED = ("flags", "blocks_in_blocks")
 
 
-@pytest.mark.sample(full=30)
+@pytest.mark.sample(2, full=30)
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in CONVERTED else pytest.mark.slow) for name in migrations.names()]
 )

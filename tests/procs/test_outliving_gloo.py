@@ -112,7 +112,7 @@ def _outlives(rank: int, name: str, collecting: tuple[int, ...]) -> list[Tensor]
         gc.enable()
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("collecting", [(0,), (1,)], ids=["rank 0 collects", "rank 1 collects"])
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_what_outlives_its_model_is_gathered_whoever_has_collected(name: str, collecting: tuple[int, ...]) -> None:

@@ -162,6 +162,7 @@ def traces() -> list[tuple[list[str], list[str]]]:
     return ranks[0]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("step", [1, 2])
 @pytest.mark.parametrize("i", range(DEPTH - 1))
 def test_in_forward_the_next_unit_travels_while_this_one_computes(traces: Any, step: int, i: int) -> None:
@@ -172,6 +173,7 @@ def test_in_forward_the_next_unit_travels_while_this_one_computes(traces: Any, s
     _in_order(forward, unshard, sent, f"* forward layers.{i}", wait, sent.replace("sent", "received"))
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("step", [0, 1, 2])
 @pytest.mark.parametrize("i", range(1, DEPTH))
 def test_in_backward_the_next_unit_travels_while_this_one_computes(traces: Any, step: int, i: int) -> None:
@@ -246,6 +248,7 @@ def _late_peer(rank: int, folder: str, kind: str, part: str) -> list[Tensor]:
     return [p.grad.full_tensor() for p in model.parameters()]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("kind", "part"), [("gather", "forward"), ("gather", "backward"), ("exchange", "backward")])
 def test_compute_does_not_wait_for_a_late_peer(kind: str, part: str, tmp_path: Path) -> None:
     """Were one of these messages to block when it is issued, rank 0 would never reach what rank 1 waits for."""

@@ -24,7 +24,7 @@ def _cases() -> list[object]:
     return cases
 
 
-@pytest.mark.sample(full=31)
+@pytest.mark.sample(2, full=31)
 @pytest.mark.parametrize("path", _cases())
 def test_the_blocks_of_a_page_run(path: Path, tmp_path: Path) -> None:
     pages.run(path, tmp_path)
@@ -61,6 +61,7 @@ def test_blocks_share_a_namespace_a_folder_and_the_ranks(write, tmp_path: Path) 
     assert sorted(path.name for path in folder.iterdir()) == ["sub", "two"]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("text", "error", "words"),
     [

@@ -93,7 +93,7 @@ def _load(model: nn.Module, optimizer: torch.optim.Optimizer, trained: Trained) 
                 value.copy_(trained.state[f"{name}.{key}"])
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @in_each_world
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_fixed_models_train_as_plain_training_does(case: Case, world: int) -> None:

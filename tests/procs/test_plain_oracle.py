@@ -26,7 +26,7 @@ def _trained(rank: int, name: str, accumulate: bool) -> Trained:
     return collect(model, optimizer)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_the_oracle_is_plain_training(case: Case) -> None:
     """Two ranks: halves add up to the same bits whether they are halved before or after."""

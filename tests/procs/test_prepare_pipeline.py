@@ -30,7 +30,7 @@ SENDS_TO_ITSELF = fails_before(
 four = partial(llama, layers=4)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("schedule", "reshard"),
     [
@@ -149,6 +149,7 @@ class InPlace(Plain):
 PARTS = [["table", "layers.0"], ["layers.1", "layers.2", "layers.3", "head"]]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("make", "plan", "lines"),
     [
@@ -254,6 +255,7 @@ def crossed(rank: int, plans: list[Any], folder: str) -> list[Trained]:
     return found
 
 
+@pytest.mark.slow
 def test_a_checkpoint_crosses_splits(tmp_path: Path) -> None:
     """Two stages, none, four in a loop, an own division beside tensor parallelism, and two again: bitwise."""
     parts = [["embedding"], ["layers.0", "layers.1", "layers.2", "layers.3", "norm", "output"]]

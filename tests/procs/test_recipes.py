@@ -137,6 +137,7 @@ def _distill(rank: int, steps: int) -> Any:
         return whole(teacher), whole(student), losses
 
 
+@pytest.mark.slow
 def test_a_student_learns_from_a_teacher_in_another_layout() -> None:
     steps, distill = 4, example("distill")
     found = pool(4).run(_distill, steps, timeout=110)
@@ -181,6 +182,7 @@ def _diffusion_again(rank: int, folder: str) -> Any:
             return own, whole(model), example("diffusion").draw(model, 16), mean.updates, steps
 
 
+@pytest.mark.slow
 def test_the_average_of_a_diffusion_model_draws_is_saved_loaded_and_exported(tmp_path: Path) -> None:
     from safetensors.torch import load_file
 

@@ -91,6 +91,7 @@ def test_the_mask_is_that_of_transformers(tmp_path: Path) -> None:
         assert chat_tokens(words, chat, False) == (tokens, [True] * len(tokens))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("template", [CHATML, MARKED])
 def test_one_and_two_processes_and_a_stop(tmp_path: Path, template: str) -> None:
     """Equal in every bit, and the first loss is that of plain torch over the tokens that count."""

@@ -55,6 +55,7 @@ def _best(rank: int, config: Config, folder: str) -> list[StepRecord]:
 BEST = ("checkpoint.every=2", "checkpoint.keep_last=1", "checkpoint.keep_best=2", "checkpoint.staging_mib=1")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("queue", ["false", pytest.param("true", marks=pytest.mark.slow)])
 def test_the_best_checkpoints_stay_and_steps_say_what_they_waited(queue: str, tmp_path: Path) -> None:
     config = config_of(*BEST, f"checkpoint.queue={queue}", "optimizer.lr=0.3")

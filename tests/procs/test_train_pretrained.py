@@ -226,6 +226,7 @@ MORE: list[tuple[str, tuple[str, ...], torch.dtype]] = [
 ]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("family", "settings", "stored"), [*EVERYDAY, *(pytest.param(*case, marks=pytest.mark.slow) for case in MORE)]
 )
@@ -312,6 +313,7 @@ def _looked_at(path: Path, settings: tuple[str, ...]) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("method", [pytest.param("none", marks=pytest.mark.slow), "lora", "qlora"])
 def test_a_run_is_taken_up_again_and_exported(method: str, tmp_path: Path) -> None:
     settings = () if method == "none" else (f"adapters.method={method}",)

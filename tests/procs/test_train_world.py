@@ -188,6 +188,7 @@ def test_same_run_on_any_number_of_processes(world: int, overrides: tuple[str, .
     assert not differences(found, *of_one)
 
 
+@pytest.mark.slow
 @pytest.mark.hang_after(300)
 def test_two_steps_with_cut_sequences() -> None:
     """Losses, validations and norms where two processes have parts of each sequence."""

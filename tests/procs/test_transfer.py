@@ -47,6 +47,7 @@ def test_layouts_over_gloo() -> None:
     run_forks(4, rank_main, (), 60.0)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("of", "to"), [("hsdp", "fsdp"), ("fsdp", "hsdp")])
 def test_a_state_dict_of_another_layout_over_gloo(of: str, to: str) -> None:
     """From replicas one rank of each pair has all that it needs: it moves nothing, and the others wait for it."""

@@ -68,7 +68,7 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("fault", _sampled([*GRADIENT_FAULTS], 23))
 def test_a_seeded_fault_is_found_and_its_parameter_is_named(fault: GradientFault, sound: Path, tmp_path: Path) -> None:
     setting = record_gradient_fault(tmp_path, fault)
@@ -166,6 +166,7 @@ def _apart(ours: Path, theirs: Path, world: int, dtype: torch.dtype) -> set[tupl
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("name", _sampled([*PROVEN], 6), ids=str)
 def test_a_fault_of_the_engine_moves_what_it_is_found_by(

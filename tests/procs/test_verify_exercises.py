@@ -35,6 +35,7 @@ SOUND = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(("strategy", "world"), SOUND)
 def test_sound_exercises_are_equal(strategy: str, world: int, tmp_path: Path) -> None:
@@ -58,7 +59,7 @@ def test_exercises_beside_tensor_parallelism(strategy: str, world: int, tmp_path
     assert result.verdict == "equal", result.difference
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", EXERCISED)
 def test_a_fault_is_found_and_named(name: str, tmp_path: Path) -> None:
     case = EXERCISED[name]
@@ -83,6 +84,7 @@ def test_buffers_that_are_updated_again_are_no_fault(strategy: str, tmp_path: Pa
     assert any("updates the buffer blocks.0.norm" in note and "a second time" in note for note in result.notes)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("strategy", "program"), [("zero2", "program"), ("zero2+recompute", "batch_norms")])
 def test_buffers_that_are_not_updated_are_a_fault(strategy: str, program: str, tmp_path: Path) -> None:
     """Also where they are updated again."""

@@ -29,13 +29,14 @@ def test_the_registry() -> None:
     assert {fault.place for fault in PLANTED.values()} == set(PLACES)
 
 
+@pytest.mark.sample(33)
 @pytest.mark.parametrize("fault", [*PLANTED.values(), *LATER.values()], ids=[*PLANTED, *LATER])
 def test_what_a_fault_changes_is_there(fault: Planted) -> None:
     for each in fault.faults:
         assert source_of(each)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", PLANTED)
 def test_a_planted_fault_is_found_and_its_place_named(name: str, tmp_path: Path) -> None:
     """The table of all of them: `python -m tests.harness.planted_table`."""
@@ -57,7 +58,7 @@ def test_a_later_fault_is_found_and_its_place_named(name: str, tmp_path: Path) -
     assert found.cause == "unknown" if name in UNKNOWN else found.cause.startswith(f"{PLACES[fault.place]}:"), found
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", [name for name, case in PROVEN.items() if case.phase in ("forward", "backward")])
 def test_experiments_agree_with_what_a_pattern_shows(name: str, tmp_path: Path) -> None:
     """The causes of the first faults keep their words, after the place."""
@@ -68,6 +69,7 @@ def test_experiments_agree_with_what_a_pattern_shows(name: str, tmp_path: Path) 
     assert case.cause == "unknown" or case.cause in found.cause, found
 
 
+@pytest.mark.slow
 def test_a_difference_that_does_not_come_again(tmp_path: Path) -> None:
     fault = PLANTED["gradients 5 percent too large"]
     found = explain(compare(tmp_path, record_planted(tmp_path, fault)), None)
@@ -96,6 +98,7 @@ def test_a_digest_is_of_all_bytes() -> None:
     assert digest(value[:0]) == digest(torch.zeros(0))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "world", "program"), [("zero3+hsdp=2", 4, "cut"), ("zero3+hsdp=2+tp=2", 4, "split")]
 )
@@ -107,6 +110,7 @@ def test_copies_are_compared(strategy: str, world: int, program: str, tmp_path: 
     assert compare(tmp_path, setting).verdict == "equal"
 
 
+@pytest.mark.slow
 def test_a_copy_of_a_moment_is_compared(tmp_path: Path) -> None:
     """By its digest, so nothing of it is written where it is equal."""
     sound, faulty = tmp_path / "sound", tmp_path / "faulty"

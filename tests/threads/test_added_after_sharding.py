@@ -206,7 +206,7 @@ RIGHT: dict[str, Program] = {
 }
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("case", RIGHT)
 def test_programs_that_average_or_mean_it_go_on(case: str) -> None:
     assert run_ranks(2, outcome, RIGHT[case], 4) == [(4, "", "")] * 2
@@ -234,6 +234,7 @@ def _questions(training: list[Any], monkeypatch: pytest.MonkeyPatch) -> Any:
         yield asked
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("case", "at"),
     [

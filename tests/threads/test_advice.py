@@ -33,6 +33,7 @@ class Trainer:
         self.state = {"model": model, "step": 0}
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     "copied",
     [
@@ -131,6 +132,7 @@ _ZEROS: dict[str, Any] = {
 }
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("zero", _ZEROS)
 @pytest.mark.parametrize("empty", [0, 1])
 def test_a_zero_loss_of_the_output_trains_as_one_process(empty: int, zero: str) -> None:
@@ -200,6 +202,7 @@ def _around(rank: int) -> Any:
     return lambda x: heads["task"](x), list(heads.parameters())
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("make", "said"),
     [

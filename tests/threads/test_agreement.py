@@ -237,7 +237,7 @@ DIVERGENCES: dict[str, Odd] = {
 }
 
 
-@pytest.mark.sample(15)
+@pytest.mark.sample(8)
 @behaviour(
     "ranks that build, shard or set up something else: an error that says where",
     area="failures",

@@ -210,7 +210,7 @@ LEGAL: dict[str, tuple[Callable[[int], Any], int]] = {
 }  # fmt: skip
 
 
-@pytest.mark.sample(7)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", LEGAL)
 def test_what_rightly_differs_is_not_accused(name: str) -> None:
     """No error and no warning, in three steps and an evaluation."""

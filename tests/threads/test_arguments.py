@@ -135,6 +135,7 @@ def test_attributes_of_a_list_class_arrive() -> None:
 # ---- dicts -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("kind", [dict, OrderedDict, functools.partial(defaultdict, list)])
 @pytest.mark.parametrize("root", [True, False], ids=["root casts", "each layer casts"])
 def test_what_a_layer_writes_into_a_dict_is_there_for_the_next(kind: Callable[..., Any], root: bool) -> None:
@@ -223,6 +224,7 @@ class Frozen:
         return len(self.table)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("root", [True, False], ids=["root casts", "each layer casts"])
 @pytest.mark.parametrize("kind", [State, Slots])
 def test_a_counter_in_a_dataclass_counts(kind: Any, root: bool) -> None:
@@ -273,6 +275,7 @@ def test_a_named_tuple_carries_the_list_in_it() -> None:
 # ---- when ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("inside", [False, True], ids=["around the unit", "inside the unit"])
 def test_recomputation_writes_nothing_twice(reentrant: bool, inside: bool) -> None:
@@ -359,6 +362,7 @@ def _by_name(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
     kwargs["aux"].append("hook")
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("place", ["root", "layers"])
 def test_hooks_of_the_program_write_as_the_forward_does(place: str, when: str) -> None:

@@ -93,7 +93,7 @@ def test_every_use_runs() -> None:
     assert {*BOTH, *OURS, *FORWARD_MODE, *FORWARD_MODE_OURS} == set(USES)
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(3)
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor:UserWarning")
 @pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled:UserWarning")
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad:UserWarning")  # a checkpoint in a checkpoint
@@ -104,7 +104,7 @@ def test_equals_the_plain_model(name: str, world: int, impl: Implementation, mon
     check_use(USES[name], world, impl=impl)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("world", [2, pytest.param(1, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", [_named(name, *said) for name, said in OURS.items()])
 def test_equals_the_plain_model_where_torch_fails(
@@ -123,6 +123,7 @@ def test_forward_mode_equals_the_plain_model(name: str, impl: Implementation, mo
     check_use(USES[name], 2, impl=impl)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
 @pytest.mark.parametrize("name", [_named(name, *said) for name, said in FORWARD_MODE_OURS.items()])
 def test_forward_mode_equals_the_plain_model_where_torch_fails(

@@ -78,7 +78,7 @@ def oracle(kind: dict[str, float], steps: int) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("world", "replicas"), [(1, 1), (2, 1), (3, 1), (4, 2)])
-@pytest.mark.sample(6, full=20)
+@pytest.mark.sample(3, full=20)
 def test_bits_are_those_of_one_process(kind: dict[str, float], world: int, replicas: int) -> None:
     expected = oracle(kind, 5)
 

@@ -31,6 +31,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
 QUICK = {("tp x sp x fsdp", "fsdp on three"), ("hsdp", "tp x fsdp")}
 
 
+@pytest.mark.sample(1)
 @pytest.mark.threads_only(reason="worlds of other sizes in one test")
 @pytest.mark.parametrize(
     ("first", "second"),

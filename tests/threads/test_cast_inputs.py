@@ -53,6 +53,7 @@ CASES: list[tuple[Any, dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.sample(7)
 @pytest.mark.parametrize(("option", "expected"), CASES)
 @pytest.mark.parametrize("world", [1, 2])
 def test_what_is_cast(option: Any, expected: dict[str, Any], world: int) -> None:

@@ -125,7 +125,7 @@ WORLDS = [(1, 2), (2, 1), (2, 3), (3, 2), (4, 3), (3, 5)]
 ALL_WORLDS = [(a, b) for a in range(1, 7) for b in range(1, 7)]
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @behaviour(
     "saved by {a} ranks, loaded by {b}: bitwise, optimizer included",
     area="checkpoints",
@@ -150,7 +150,7 @@ def test_every_world_loads_what_every_other_saved(a: int, b: int, layouts: tuple
         assert_same(found, expected)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("a", "before", "b", "after"),
     [(4, "hsdp", 3, "fsdp"), (3, "columns", 2, "fsdp"), (2, "fsdp", 4, "hsdp"), (1, "plain", 3, "columns")],

@@ -580,6 +580,7 @@ def _device(path: Path) -> None:
     path.symlink_to("/dev/zero")
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("put", [_link, _fifo, _folder, _device])
 @pytest.mark.parametrize("name", ["CURRENT", "manifest.json", "data-00000.safetensors"])
 def test_what_is_no_plain_file_is_refused(put: Callable[[Path], None], name: str, saved: Path) -> None:

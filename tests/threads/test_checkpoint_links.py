@@ -177,6 +177,7 @@ def of_another(base: Path) -> None:
     second.unlink()
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     "harm",
     [damaged(20), damaged(-3), damaged(-20), shorter, of_another],

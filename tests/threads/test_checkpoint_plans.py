@@ -125,7 +125,7 @@ def _load(rank: int, layout: str, folder: Path) -> None:
         assert torch.equal(found, value), name
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_layout_loads_what_every_other_saved(layout: str, tmp_path: Path) -> None:
     run_ranks(WORLD, _save, layout, tmp_path / "c")

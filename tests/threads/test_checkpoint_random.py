@@ -119,6 +119,7 @@ def test_a_stopped_training_goes_on_bitwise(world: int, tmp_path: Path) -> None:
         assert straight == resumed and scale == [32.0]
 
 
+@pytest.mark.slow
 def test_another_world_goes_on(tmp_path: Path) -> None:
     """Its random streams are others, and defined: twice the same."""
 

@@ -36,7 +36,7 @@ def _loaded(rank: int, folder: str, layout: str) -> dict[str, str]:
     return digests(state_of(model, optimizer, state["step"]))
 
 
-@pytest.mark.sample(10)
+@pytest.mark.sample(5)
 @pytest.mark.parametrize(("world", "layout"), PLACES)
 @pytest.mark.parametrize(("version", "kind"), WRITTEN)
 def test_what_earlier_versions_wrote_loads_bitwise(
@@ -51,6 +51,7 @@ def test_what_earlier_versions_wrote_loads_bitwise(
     checkpoint.verify(tmp_path / "checkpoint")
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize(("version", "kind"), WRITTEN)
 def test_what_they_wrote_is_not_trivial(version: str, kind: str) -> None:
     """Parameters, both moments and the largest of AdamW, steps, a buffer, groups."""

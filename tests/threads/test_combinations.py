@@ -215,6 +215,7 @@ def test_offload_on_a_mesh_that_replicates(window: str, impl: Implementation) ->
         assert_same_bits(other, replicas[0])
 
 
+@pytest.mark.slow
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("shape", [(2, 2), (2, 1)], ids=str)
 @pytest.mark.parametrize("window", ["both", *(slow(window) for window in WINDOWS if window != "both")])
@@ -286,6 +287,7 @@ def test_extensions_and_offload(kind: Any, impl: Implementation) -> None:
     run(rank_main, impl)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("shape", [(2,), (2, 2), (2, 1)], ids=str)
 def test_offload_changes_no_bit_of_extensions(shape: tuple[int, ...], moved: None) -> None:
     """Uneven rows; its gradient comes to the host in one copy for each step, as that of other parameters."""

@@ -61,7 +61,7 @@ def is_block(module: nn.Module) -> bool:
 # ---- FSDP1 -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("options", "units"),
     [

@@ -34,6 +34,7 @@ from tests.harness.models import (
 # ---- parameters ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sample(9)
 @behaviour("parameters are DTensors, cut as `torch.chunk` cuts, uneven and empty shards included", area="parameters")
 @for_each_implementation
 @each_case

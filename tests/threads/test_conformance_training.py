@@ -46,7 +46,7 @@ from tests.harness.models import (
 # ---- gradients -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @behaviour("gradients are DTensors with the mean over ranks, and add up", area="gradients")
 @for_each_implementation
 @each_world
@@ -146,6 +146,7 @@ def test_accumulation_without_synchronisation(impl: Implementation, world: int) 
     run(rank_main, impl, world=world)
 
 
+@pytest.mark.sample(2)
 @behaviour("activation checkpointing: {kind}", area="recomputation")
 @for_each_implementation
 @each_world
@@ -316,7 +317,7 @@ def test_clipping_by_the_global_norm(norm_type: float, impl: Implementation, wor
     run(rank_main, impl, world=world)
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(3)
 @behaviour("training with AdamW equals the plain model, optimizer state included", area="training")
 @for_each_implementation
 @each_case

@@ -96,7 +96,7 @@ def _compares(rank: int, world: int, variant: str, balanced: bool) -> None:
     compare(cp, H, 2, causal=True, dtype=torch.bfloat16)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("balanced", [True, False])
 @pytest.mark.parametrize("variant", ["ulysses", "ring"])
 @pytest.mark.parametrize("world", [1, 2, 4])
@@ -162,6 +162,7 @@ def test_heads_that_do_not_divide_go_around() -> None:
 # ---- the parts of attention ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("kind", ["kernel", "scores", "few rows"])
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("masked", [True, False])
@@ -328,6 +329,7 @@ LAYERS: dict[str, Any] = {
 }
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", LAYERS)
 @pytest.mark.parametrize("train", [True, False])
 def test_layers_of_torch(name: str, train: bool) -> None:
@@ -503,6 +505,7 @@ def test_a_backward_outside_without_recomputation_is_right() -> None:
 # ---- messages --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sample(2)
 @pytest.mark.threads_only("counts in one process")
 @pytest.mark.parametrize("variant", ["ulysses", "ring"])
 @pytest.mark.parametrize("world", [2, 4])

@@ -138,6 +138,7 @@ STRATEGIES: dict[str, tuple[int, int, Callable[..., Any] | None]] = {
 }
 
 
+@pytest.mark.slow
 @examples(4, 150)
 @given(drawn=_disturbed(), strategy=st.sampled_from(list(STRATEGIES)))
 def test_disturbed_training_is_plain_training(drawn: Disturbed, strategy: str) -> None:

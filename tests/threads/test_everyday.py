@@ -51,7 +51,7 @@ def test_every_program_runs() -> None:
     assert set(TITLES) == set(EVERYDAY)
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @ignore_views
 @pytest.mark.parametrize(("world", "impl"), WORLDS)
 @pytest.mark.parametrize(

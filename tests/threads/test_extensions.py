@@ -229,6 +229,7 @@ def values(model: nn.Module) -> list[Tensor]:
     return found
 
 
+@pytest.mark.sample(3)
 @behaviour("fsdp_pre_all_gather and fsdp_post_all_gather on a shard, both arities", area="extensions")
 @pytest.mark.parametrize("kind", [Master, OldMaster, Kept], ids=lambda kind: kind.__name__)
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=str)
@@ -494,6 +495,7 @@ class _Halves(nn.Module):
         return x
 
 
+@pytest.mark.sample(2)
 @behaviour("extension methods set on a local tensor after fully_shard", area="extensions")
 @pytest.mark.parametrize("offload", [False, True], ids=["", "offload"])
 @pytest.mark.parametrize("rows", [4, 5])

@@ -236,7 +236,7 @@ ROW_2: dict[str, Odd] = {
 }
 
 
-@pytest.mark.sample(8)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("case", ROW_2)
 def test_a_rank_that_does_something_else_is_named(case: str) -> None:
     """On all ranks in the same step, at the latest the one after, before a gradient of it is handed over."""
@@ -250,7 +250,7 @@ def test_a_rank_that_does_something_else_is_named(case: str) -> None:
     assert found[0][:2] == found[1][:2]
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("case", ROW_2)
 def test_all_ranks_may_do_it(case: str) -> None:
     odd = ROW_2[case]
@@ -294,7 +294,7 @@ STRATEGIES: dict[str, tuple[Callable[[int], Run], int]] = {
 }
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("odd", [0, 1, 3])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_all_ranks_know_it_whoever_differs(strategy: str, odd: int) -> None:
@@ -309,7 +309,7 @@ def test_all_ranks_know_it_whoever_differs(strategy: str, odd: int) -> None:
     assert all(f"0.3 on rank {odd}" in text for _, _, text in found), found
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_equal_ranks_go_on(strategy: str) -> None:
     make, nodes = STRATEGIES[strategy]
@@ -437,7 +437,7 @@ ROW_3: dict[str, Place] = {
 }
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("case", ROW_3)
 def test_values_that_no_reduction_brings_together(case: str) -> None:
     place = ROW_3[case]

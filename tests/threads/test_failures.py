@@ -125,7 +125,7 @@ def base() -> nn.Module:
     torch="better",
     reason="the next step discards what the failed one left; torch wants `reset_iter_state()`, not called here",
 )
-@pytest.mark.sample(5)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("name", "where"), list(itertools.product(MODULES, ["before", "after", "backward"])))
 def test_a_failed_step_leaves_nothing(base: nn.Module, name: str, where: str, impl: Implementation) -> None:
     def script(model: Any, optimizer: Any, rank: int) -> None:
@@ -201,6 +201,7 @@ def test_good_micro_batches_of_a_window_stay(
     _compare(base, window(True), window(False), impl)
 
 
+@pytest.mark.sample(2)
 @behaviour(
     "`zero_grad` clears a window of accumulation that is given up",
     area="failures",

@@ -122,7 +122,7 @@ def opened(folder: Path, kind: str) -> Source:
     return open_source(folder / "ours")
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(3)
 @behaviour(
     "a sharded model loads from {kind}: each rank reads its rows and not one more",
     area="checkpoints",
@@ -145,6 +145,7 @@ def test_each_rank_reads_its_rows_of_any_format(kind: str, world: int, folder: P
     run_ranks(world, rank_main)
 
 
+@pytest.mark.sample(1)
 @behaviour(
     "a DCP checkpoint of two ranks loads into model and optimizer on three, also one that has not stepped",
     area="checkpoints",

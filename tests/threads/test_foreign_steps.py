@@ -53,6 +53,7 @@ def _compare(model: nn.Module, plain: nn.Module) -> None:
         assert tolerance.close(getattr(mine, "full_tensor", lambda one=mine: one)(), theirs)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("how", ["foreach", "fused"])
 @pytest.mark.parametrize("cure", ["shards", "off"])
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])
@@ -154,6 +155,7 @@ def test_a_module_without_shards_is_no_concern() -> None:
     run_ranks(2, run)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("kind", ["ASGD", "Adadelta", "Adam", "Adamax", "NAdam", "RAdam", "RMSprop", "SGD"])
 def test_what_is_refused_torch_cannot_do(kind: str) -> None:
     """The step without our look: a torch that learns it shows here."""
@@ -193,6 +195,7 @@ def _muon(world: int, shape: tuple[int, int], dim: int = 0, *, replicas: int = 1
     assert all(torch.equal(first, other) for other in others)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("world", "shape", "more", "words"),
     [

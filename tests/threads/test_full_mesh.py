@@ -33,7 +33,7 @@ def on_mesh(mesh: DeviceMesh, *placements: Any) -> nn.Linear:
 _NOT_FLATTENED = fails_before((2, 13), "FSDP2 shards over two axes without flattening them", half="both")
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @behaviour("`dp_mesh_dims` on a full mesh: placements and values", area="placement", torch="equal")
 @pytest.mark.parametrize(
     ("names", "placements", "dims"),

@@ -49,7 +49,7 @@ def assert_sharded(model: nn.Module) -> None:
     assert not any(unit.full_nbytes_live for unit in fullshard.report(model).units)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @behaviour(
     "`fullshard.full_params`: full plain parameters for a while",
     area="state",

@@ -118,6 +118,7 @@ KINDS: dict[str, tuple[int, Callable[[], dict[str, Any]]]] = {
 }
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_wherever_gradients_are(kind: str) -> None:
     world, options = KINDS[kind]
@@ -197,6 +198,7 @@ def test_frozen_unused_and_ignored_parameters() -> None:
     run_ranks(2, run)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("owner", [0, 1])
 def test_values_that_are_not_finite(value: float, owner: int) -> None:

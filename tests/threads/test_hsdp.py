@@ -70,7 +70,7 @@ def _train(case: Case, shape: tuple[int, int], impl: Implementation = FULLSHARD)
 # ---- training ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @behaviour("training on a mesh (replicate, shard) of {shape}", area="strategies")
 @pytest.mark.parametrize("shape", [(2, 2), (2, 1), (3, 1), (1, 2)], ids=str)
 @for_each_implementation

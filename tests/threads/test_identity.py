@@ -117,7 +117,7 @@ POLICIES = {
 }
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("recompute", ["no", "inside", "around"])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_forward_finds_the_identities_of_the_plain_one(policy: str, recompute: str) -> None:

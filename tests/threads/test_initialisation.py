@@ -84,6 +84,7 @@ def assert_close(ours: dict[str, Tensor], theirs: dict[str, Tensor], allowed: di
         assert ours[name].dtype is expected.dtype and tolerance.largest(ours[name], expected) <= allowed[name], name
 
 
+@pytest.mark.sample(2)
 @behaviour("meta device, `to_empty`, `reset_parameters`: trains as the model built with data", area="initialisation")
 @for_each_implementation
 @pytest.mark.parametrize("optimizer_first", [False, True])
@@ -168,6 +169,7 @@ def test_meta_parameters_cannot_be_moved(impl: Implementation) -> None:
 # ---- parameters that nobody wrote ----------------------------------------------------------------------------
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_what_was_forgotten_is_named_on_all_ranks_and_may_be_repaired(world: int) -> None:
     """13 rows on 4 ranks, a frozen parameter, and one of which most ranks own no row."""
@@ -226,6 +228,7 @@ def _foreach(p: DTensor, value: DTensor) -> None:
     torch._foreach_zero_([p])
 
 
+@pytest.mark.sample(4)
 @behaviour(
     "what was written in any way after `to_empty` is taken",
     area="initialisation",
@@ -249,6 +252,7 @@ def test_what_was_written_in_any_way_is_not_accused(write: Callable[[DTensor, DT
     run_ranks(WORLD, job)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("emptied", [False, True])
 @pytest.mark.parametrize("assign", [False, True])
 def test_a_loaded_checkpoint_is_not_accused(assign: bool, emptied: bool) -> None:
@@ -313,6 +317,7 @@ def test_what_is_marked_as_initialised_is_not_looked_for() -> None:
     run_ranks(WORLD, job)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("swap", [False, True])
 @pytest.mark.parametrize("convert", ["bfloat16", "double", "float"])
 def test_converting_the_dtype_does_not_hide_what_was_not_written(convert: str, swap: bool) -> None:
@@ -520,6 +525,7 @@ def test_buffers_that_have_data_keep_it(swap: bool) -> None:
         run_ranks(WORLD, job)
 
 
+@pytest.mark.sample(2)
 @behaviour(
     "non-persistent buffers are recomputed by the module, or named in an error",
     area="initialisation",

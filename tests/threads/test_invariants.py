@@ -90,7 +90,7 @@ SOUND: dict[str, tuple[int, tuple[int, ...], dict[str, Any], Train]] = {
 }
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", SOUND)
 def test_sound_training_passes(name: str) -> None:
     world, shape, options, train = SOUND[name]
@@ -171,6 +171,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_fault_is_named_on_all_ranks(name: str) -> None:
     fault, said = FAULTS[name]

@@ -27,6 +27,7 @@ def _loss(model: Any, x: Tensor) -> Tensor:
     return result
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("counts", [(3, 1), (0, 2), (2, 2), (0, 0), (1, 0)])
 def test_ranks_with_fewer_batches_take_part_in_the_evaluation_of_the_others(counts: tuple[int, ...]) -> None:
     def rank_main(rank: int) -> tuple[list[float], list[bool]]:

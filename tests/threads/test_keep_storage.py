@@ -68,6 +68,7 @@ def _live(module: nn.Module) -> int:
     return sum(group.memory.live_nbytes for group in unit.groups)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     ("world", "options"),
     [

@@ -67,7 +67,7 @@ def _train(impl: Implementation, rank: int, policy: str, **options: Any) -> list
     return seen
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("after_forward", [True, False])
 @pytest.mark.parametrize("after_backward", [True, False])
@@ -126,6 +126,7 @@ def _edit(kind: str, model: Any) -> None:
             p.grad.zero_()
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("kind", ["scaled", "replaced", "cleared", "zeroed"])
 def test_what_the_user_does_with_them_counts(kind: str) -> None:
     """As in torch: they are the gradients that the last micro-batch reduces."""

@@ -100,6 +100,7 @@ def test_with_replicas(impl: Implementation, micro: int) -> None:
         assert_same_training(trained, _plain(case, 4, micro))
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     "options",
     [
@@ -404,6 +405,7 @@ OURS = {
 }
 
 
+@pytest.mark.sample(6)
 @behaviour("refused, by the same type of error: `finalize_backward`, {case}", area="errors", since="2.15")
 @for_each_implementation
 @pytest.mark.parametrize("case", BOTH)
@@ -478,6 +480,7 @@ def test_models_that_share_buffers_wait_for_each_other() -> None:
 # ---- failures ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("where", ["forward", "backward", "end", "wait"])
 def test_a_failed_step_leaves_earlier_micro_batches_and_nothing_else(where: str) -> None:
     """Bitwise what it would have been: the failed micro-batch, or the end, is done again."""

@@ -37,7 +37,7 @@ def plain(make: Callable[[], nn.Module], **options: Any) -> Any:
     return fullshard.materialize(on_meta(make), **options)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @behaviour(
     "`fullshard.materialize`: initial values are those of the plain model, at any world",
     area="initialisation",

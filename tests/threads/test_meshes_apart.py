@@ -244,7 +244,7 @@ LEGAL: list[Callable[[int, Meshes], None]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "program",
     [pytest.param(one, marks=pytest.mark.slow) if one is built_again_and_again else one for one in LEGAL],

@@ -126,6 +126,7 @@ def _trained(
     return _state(model, optimizer), losses, lacking.failures if lacking else 0
 
 
+@pytest.mark.slow
 @pytest.mark.sample(1)
 @behaviour(
     "out of memory: `MicroBatches` tries the step again in smaller pieces, bitwise as if they had been small at once",

@@ -38,6 +38,7 @@ class ByHand(torch.optim.SGD):
         torch._foreach_add_(params, [p.grad for p in params], alpha=-1.0)
 
 
+@pytest.mark.slow
 def test_clips_of_torch() -> None:
     def run(rank: int) -> None:
         model = _sharded(seeded(Adapted))
@@ -112,6 +113,7 @@ def test_a_weight_that_is_read_after_the_forward() -> None:
     run_ranks(2, run)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("take", "use"),
     [

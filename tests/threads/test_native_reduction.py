@@ -162,6 +162,7 @@ def _ways(model: nn.Module) -> set[str]:
     return {type(channel).__name__ for unit in units for known in unit.channels.reduces for channel in known.values()}
 
 
+@pytest.mark.sample(4)
 @pytest.mark.threads_only("gloo sends in two levels there: tests/procs/test_levels.py")
 @pytest.mark.parametrize(
     ("shape", "nodes", "way"),

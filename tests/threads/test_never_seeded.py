@@ -62,6 +62,7 @@ def said(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, str]]:
     return found
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_they_train_the_model_that_torch_trains(world: int, said: list[tuple[int, str]]) -> None:
     """And say so once, on the first rank."""
@@ -145,6 +146,7 @@ def _materialised(rank: int) -> Any:
     return fullshard.materialize(_shard(fullshard.fully_shard, model), init=init, seed=0)
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize(
     "make",
     [

@@ -97,7 +97,7 @@ def _assert_same(a: Any, b: Any) -> None:
     torch="none",
     reason="torch has no such function",
 )
-@pytest.mark.sample(5)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("kind", "way"), CASES, ids=lambda v: v if isinstance(v, str) else v.__name__)
 def test_the_same_values_and_state_dicts_as_on_dtensors(kind: type[torch.optim.Optimizer], way: str) -> None:
     options = {"lr": 0.01} | OPTIONS.get(kind.__name__, {}) | WAYS[way]
@@ -147,7 +147,7 @@ class _OnClones:
             p.grad = None
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(3)
 @behaviour(
     "`fullshard.step_on_shards`: optimizers for which DTensor has no operator",
     area="training",

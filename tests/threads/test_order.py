@@ -179,7 +179,7 @@ DIVERGENCES: dict[Callable[[Training, bool], None], tuple[str, str]] = {
 }
 
 
-@pytest.mark.sample(8)
+@pytest.mark.sample(4)
 @behaviour(
     "a rank about to send something else is found before it does, with the module and the ranks: {what}",
     area="failures",

@@ -150,6 +150,7 @@ def trained(model: nn.Module, batch_of: Callable[[int], Tensor]) -> Trained:
     return collect(model, optimizer, losses if not isinstance(model, FSDPModule) else ())
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_class_that_begins_with_a_mixin_is_sharded_and_trains_as_the_plain_one(kind: type[Body]) -> None:
     plain = seeded(lambda: nn.Sequential(kind(), kind()))

@@ -160,7 +160,7 @@ CASES += [(kind, layout, 4) for kind in KINDS for layout in ("hsdp", "tp", "colu
 
 
 @pytest.mark.parametrize(("kind", "layout", "world"), CASES)
-@pytest.mark.sample(9)
+@pytest.mark.sample(2)
 def test_a_step_is_that_of_one_process(kind: str, layout: str, world: int) -> None:
     """In small chunks, with a schedule, options that change between steps, a step without gradients of one parameter,
     and one that is frozen for a step."""

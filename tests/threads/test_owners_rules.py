@@ -283,7 +283,7 @@ def test_stacks_are_cut_by_expert_and_stay_where_they_are() -> None:
 @pytest.mark.parametrize(
     ("layout", "world"), [("flat", 1), ("hsdp", 2), ("hsdp", 4), ("flat", 2), ("flat", 4), ("tp", 4)]
 )
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 def test_stacks_are_stepped_by_expert_in_every_layout(layout: str, world: int) -> None:
     """Also by one rank, and where each replica has them whole, as plain Muon takes two dims alone."""
     models = [seeded(Model) for _ in range(2 * world)]

@@ -68,6 +68,7 @@ pytestmark = pytest.mark.filterwarnings(
 )
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("padding", [0, 5, -1])
 @pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
@@ -129,6 +130,7 @@ def frozen(*args: Any, **options: Any) -> nn.Module:
     return nn.Embedding(*args, **options).requires_grad_(False)
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("init", [reset, as_transformers_does])
 @pytest.mark.parametrize(
     "kind",
@@ -334,7 +336,7 @@ def test_all_modules_of_torch_are_listed() -> None:
     assert with_parameters == {name for name in SIZES if hasattr(nn, name)} - MADE_OF_OTHERS
 
 
-@pytest.mark.sample(15)
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("way", ["reset", "materialize"])
 @pytest.mark.parametrize("name", SIZES)
 def test_each_module_of_torch_begins_as_in_one_process(name: str, way: str) -> None:

@@ -207,6 +207,7 @@ def _assert_same(found: dict[str, tuple[Tensor, ...]], expected: dict[str, tuple
             torch.testing.assert_close(mine, plain, rtol=0, atol=atol, msg=lambda text, name=name: f"{name}: {text}")
 
 
+@pytest.mark.sample(2)
 @behaviour(
     "`param_dtype_override_fn`: parameters compute in dtypes of their own ({case}); parameters and optimizer state of "
     "plain training",

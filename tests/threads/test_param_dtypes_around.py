@@ -80,6 +80,7 @@ def _moved(rank: int, folder: str, own: bool, saved: bool, loaded: bool) -> list
     return wrong + [name for name, p in other.named_parameters() if torch.equal(_whole(p), expected[name])]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("own", [True, False], ids=["own", "DCP"])
 @pytest.mark.parametrize(("saved", "loaded"), [(True, False), (False, True), (True, True)])
 def test_checkpoints_go_from_one_choice_of_dtypes_to_another(

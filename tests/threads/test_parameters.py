@@ -53,7 +53,7 @@ def rows(value: Tensor, like: Any) -> DTensor:
 # ---- p.data = ... --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @behaviour(
     "a value that is assigned to the .data of a sharded parameter is refused by name, not lost: {value}",
     area="parameters",

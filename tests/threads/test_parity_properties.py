@@ -38,6 +38,7 @@ def test_any_model_trains_as_plain_training_does(spec: ModelSpec, world: int) ->
         run_ranks(world, train_beside_oracle, spec, world, 3, timeout=TIMEOUT)
 
 
+@pytest.mark.slow
 @examples(4, 50)
 @given(spec=model_specs(), shape=st.sampled_from([(2, 2), (2, 1), (3, 1), (4, 1)]))
 def test_any_model_trains_as_plain_training_does_on_a_mesh_that_replicates(
@@ -91,6 +92,7 @@ FOUND = {
 }
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", FOUND)
 def test_models_that_were_wrong_once(name: str) -> None:
     """What the property above has found, kept by name."""
@@ -171,6 +173,7 @@ HALF = LeafSpec("scale", use="by_rank")  # at one step one rank uses it, at the 
 WHOLE = LeafSpec("dense", 2)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("blocks", "tokens"),
     [

@@ -89,6 +89,7 @@ def plain() -> dict[str, tuple[Any, bool]]:
     return _used(model)
 
 
+@pytest.mark.sample(14)
 @pytest.mark.parametrize("name", USES)
 def test_a_number_is_right_or_seen_or_an_error(name: str, looked: Any, plain: Any) -> None:
     wanted = plain[name][0]

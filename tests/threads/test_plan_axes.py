@@ -57,6 +57,7 @@ def check(plan: Plan, ranks: list[Counted], copies: int) -> None:
             assert 0 <= summed - traffic["replicate"].nbytes * copies / (2 * (copies - 1)) <= 128
 
 
+@pytest.mark.slow
 @pytest.mark.threads_only(reason="what is counted is what the threaded group joins")
 @pytest.mark.parametrize(
     ("world", "copies", "sequence", "config"),
@@ -119,6 +120,7 @@ CASES = {
 }
 
 
+@pytest.mark.sample(1)
 @pytest.mark.threads_only(reason="what is counted is what the threaded group joins")
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in ("ring", "experts") else pytest.mark.slow) for name in CASES]

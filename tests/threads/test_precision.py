@@ -61,6 +61,7 @@ POLICIES: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.sample(4)
 @behaviour(
     "each field of the policy: dtypes of compute, outputs and gradients, and their values", area="mixed precision"
 )

@@ -133,6 +133,7 @@ def trained_with_masters(rank: int, case: Case, how: str, source: str) -> tuple[
     return found, dtypes
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("case", "source"), [(CASE, "auto"), (CASE, "mixed"), (TIED, "auto")], ids=lambda each: getattr(each, "name", each)
 )
@@ -152,6 +153,7 @@ def _ways(source: str) -> list[tuple[str, str]]:
     return [("by the setting", source), ("as Accelerate", "auto"), ("not at all", "auto")]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("precision", "compute", "reduce", "output"),
     [
@@ -389,7 +391,7 @@ def test_no_shard_replicates() -> None:
 LEVELS_BY_NAME = {name: level for level in LEVELS for name in level.names}
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", LEVELS_BY_NAME)
 def test_level(name: str) -> None:
     """Each name that FSDP1 and DeepSpeed have for a level gives its mesh and resharding, and trains as one process; two
@@ -592,6 +594,7 @@ def collectable(value: torch.Tensor) -> torch.Tensor:
     return (value.full_tensor() if isinstance(value, DTensor) else value).detach().clone()
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("source", "meta_on"), [("cpu", "none"), ("mixed", "others"), ("auto", "others")])
 def test_the_values_of_rank_0(source: str, meta_on: str) -> None:
     expected = seeded(Reset, 5).state_dict()

@@ -42,6 +42,7 @@ def check(world: int, make: Make, plan: Any, config: Any = None, options: Any = 
 # ---- pairs and triples of axes ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("sequence", "tied"),
     [
@@ -126,6 +127,7 @@ def test_a_checkpoint_crosses_axes(tmp_path: Path) -> None:
 # ---- what is said in any order ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("source", [pytest.param("cpu", marks=pytest.mark.slow), "mixed", "meta"])
 def test_values_come_from_anywhere(source: str) -> None:
     """Of rank 0, of rank 0 with the others on the meta device, and of initialisers."""
@@ -164,6 +166,7 @@ def test_values_come_from_anywhere(source: str) -> None:
             assert torch.equal(found[name], torch.full_like(value, 0.01) if source == "meta" else value), name
 
 
+@pytest.mark.slow
 def test_an_optimizer_with_state_and_a_frozen_norm() -> None:
     """Momenta from a step before are cut with the parameters; what is frozen stays so."""
 

@@ -26,6 +26,7 @@ TP = {"tensor_parallel_degree": 2}
 COPIES = {"data_parallel_replicate_degree": 2, "data_parallel_shard_degree": 1}
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("world", "plan", "config"),
     [

@@ -59,6 +59,7 @@ SLOW = [
 ]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.hang_after(300)
 @pytest.mark.parametrize(
     ("world", "plan"),
@@ -106,6 +107,7 @@ def test_what_each_rank_has(experts: int, placements: str) -> None:
 # ---- tokens ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("starved", [False, True], ids=["all experts", "two experts"])
 @pytest.mark.parametrize(
     "accumulate", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["whole", "accumulated"]

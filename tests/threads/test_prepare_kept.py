@@ -68,6 +68,7 @@ def _prepared(rank: int, config: Any) -> tuple[dict[str, torch.dtype], Prepared]
 LOW_LAYERS = {"override": {"layers.*": {"param": "bfloat16", "output": "float32"}}}
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     ("config", "kept"),
     [

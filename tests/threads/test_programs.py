@@ -103,14 +103,14 @@ def test_every_program_runs() -> None:
     ids=str,
 )
 @pytest.mark.parametrize("name", [_named(name, *said) for name, said in BOTH.items()])
-@pytest.mark.sample(12)
+@pytest.mark.sample(2)
 def test_equals_the_plain_model(name: str, setting: str, impl: Implementation, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FULLSHARD_CHECK", "1")
     world, options = SETTINGS[setting]
     run_program(name, world, impl=impl, **options)
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("name", [_named(name, *said) for name, said in OURS.items()])
 def test_equals_the_plain_model_where_torch_fails(

@@ -89,7 +89,7 @@ def _training(rank: int, world: int, ours: list[nn.Sequential], shard: Any, opti
     return train(ours[rank], rank, world)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("shard", [_with_whole_units, _with_a_frozen_unit])
 @pytest.mark.parametrize("storage", [torch.uint8, torch.bfloat16])
 def test_adapters_on_a_4_bit_base_train_as_in_one_process(storage: torch.dtype, shard: Any) -> None:
@@ -98,7 +98,7 @@ def test_adapters_on_a_4_bit_base_train_as_in_one_process(storage: torch.dtype, 
         assert_same_training(actual, plain)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("world", "dtype", "options", "recomputes"),
     [

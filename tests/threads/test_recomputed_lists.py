@@ -106,6 +106,7 @@ def compare(model: Any, reference: Any, loss: Callable[..., Tensor], rank: int, 
     compare_gradients(model, reference, step)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     "world", [1, WORLD]
 )  # alone, the weights are the shards: nothing is freed, but they are not the module's

@@ -89,6 +89,7 @@ def test_gradient_divide_factor(impl: Implementation, shape: tuple[int, ...]) ->
     _check_divide_factor(impl, shape)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("communication", ["auto", "torch"])
 @pytest.mark.parametrize("shape", [(2, 1), (1, 1), (3,)], ids=str)
 def test_gradient_divide_factor_by_every_strategy(shape: tuple[int, ...], communication: str) -> None:
@@ -220,6 +221,7 @@ def test_a_hook_cannot_take_a_gradient_away() -> None:
         models = [seeded(_Half)]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("shape", [(2,), (2, 2), (2, 1)], ids=str)
 def test_a_step_after_a_hook_that_raised_is_right(shape: tuple[int, ...]) -> None:
     """In the first unit that is reduced and in the last, which is collected when the backward ends."""
@@ -365,6 +367,7 @@ def test_memory_of_a_process_group_that_allocates() -> None:
     assert made is backend.made[0] and made.shape == (6,) and made.dtype is torch.bfloat16
 
 
+@pytest.mark.sample(2)
 @behaviour(
     "`set_allocate_memory_from_process_group_for_comm`: messages in the backend's memory",
     area="communication",

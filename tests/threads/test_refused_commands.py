@@ -99,6 +99,7 @@ def undisturbed_steps(rank: int, steps: int) -> list[Tensor]:
     return training.state()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(WORLD == 1, reason=f"{OTHER_WORLD} two ranks or more: nobody else can fail")
 def test_any_command_may_be_the_first_that_is_refused() -> None:
     steps = 40

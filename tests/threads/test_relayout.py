@@ -37,7 +37,7 @@ def _model(layout: str, seed: int) -> Any:
     ("of", "to"),
     [("fsdp", "hsdp"), ("hsdp", "fsdp"), ("hsdp across", "fsdp"), ("hsdp", "hsdp across")],
 )
-@pytest.mark.sample(3, full=8)
+@pytest.mark.sample(2, full=8)
 def test_a_state_dict_of_another_layout_loads(of: str, to: str, assign: bool) -> None:
     def rank_main(rank: int) -> None:
         source, target = _model(of, 0), _model(to, 1)

@@ -90,6 +90,7 @@ def test_frozen_ones_are_chosen_first_and_stay() -> None:
         assert _live(model) == {}
 
 
+@pytest.mark.slow
 @behaviour(
     "`set_memory_budget(resident=)` keeps what fits full, and training is the same",
     area="when parameters are full",
@@ -207,6 +208,7 @@ def test_the_report_shows_the_choice() -> None:
         assert before.peak_nbytes < after.peak_nbytes <= before.peak_nbytes + 2 * LAYER
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("nbytes", [-1, 0.5, "1", True])
 @pytest.mark.parametrize("budget", ["prefetch", "gradients", "resident"])
 def test_bytes_are_whole_numbers(budget: str, nbytes: Any) -> None:

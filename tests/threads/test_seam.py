@@ -75,6 +75,7 @@ def functions_of_a_step(rank: int) -> tuple[set[str], set[str]]:
     return found[0], found[1]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("setting", ["full", "structure", "off"])
 def test_with_the_guard_off_a_step_runs_nothing_of_what_compares_ranks(
     setting: str, monkeypatch: pytest.MonkeyPatch

@@ -216,7 +216,7 @@ _SPEC = ModelSpec(
 )
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("policy", ["none", "bf16_reduced_in_fp32", "fp32_reduced_in_bf16"])
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 def test_uneven_dims_train_as_plain_training(world: int, policy: str) -> None:
@@ -313,7 +313,7 @@ def _x(rank: int = 0) -> Tensor:
     return torch.randn(4, 7, 5, generator=torch.Generator().manual_seed(rank))
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 def test_state_goes_out_and_in_by_every_way(world: int) -> None:
     """state_dict, load_state_dict (copying and assigning), to_empty, a change of dtype."""

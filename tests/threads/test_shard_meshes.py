@@ -129,6 +129,7 @@ def test_one_process_group_one_mesh(impl: Implementation) -> None:
 # ---- ours ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sample(1)
 @behaviour(
     "experts train, clip and save as plain models",
     area="placement",
