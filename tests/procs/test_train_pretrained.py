@@ -34,6 +34,7 @@ from fullshard.train.run import train
 from fullshard.train.sample import generate, load_run
 from fullshard.train.schedules import learning_rate
 from tests.harness import tolerance
+from tests.harness.installed import clear_sharding_cache
 from tests.harness.models import seeded
 from tests.harness.packages import offline
 from tests.harness.pool import pool
@@ -112,6 +113,8 @@ def config_of(folder: Path, *settings: str, world: int = 2) -> Config:
 def steps(rank: int, family: str, folder: str, settings: tuple[str, ...], stored: torch.dtype) -> dict[str, Any]:
     """The trainer's losses and parameters, and on rank 0 what one process makes of the same batches."""
     path = Path(folder) / "model"
+    # Of earlier jobs in this process, with other axes.
+    clear_sharding_cache()
     if rank == 0:
         make_folder(path, family, stored)
     dist.barrier()
@@ -248,6 +251,7 @@ def test_steps_are_those_of_one_process(
 def _run(rank: int, folder: str, settings: tuple[str, ...]) -> None:
     """A run in a process group that is there; rank 0 makes the folder of the model if there is none."""
     path = Path(folder)
+    clear_sharding_cache()
     if rank == 0 and not (path / "model").exists():
         make_folder(path / "model", "llama", torch.bfloat16)
     dist.barrier()
