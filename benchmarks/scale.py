@@ -6,8 +6,10 @@
 counted    on the code that runs in training, at each of the numbers of ranks that a line names
 computed   by the law in the line, after the counts at all of these numbers followed it exactly; else the script stops
 
-store         benchmarks/simulated_ranks.py, as in benchmarks/guard_scale.py: at 8, 64, 256, 1,024 and 10,000 ranks
+store         benchmarks/simulated_ranks.py, as in benchmarks/guard_scale.py: at 8, 64, 256, 1,024 and 10,000 ranks;
+              what a server answers in a second, measured (benchmarks/store_rate.py)
 connections   processes on gloo with torch's TCPStore: those that its server has, and the descriptors of a rank
+ways          bytes and messages of a gather over hosts of eight ranks, by `layout.levels`
 files         calls of the system with a name, from Python's audit events, of ranks in threads; `stat` has no event
 barrier       the tree of `Messenger.fold` (comm/messages.py), and `folded` of benchmarks/checkpoint_scale.py
 step          `fullshard plan`, whose messages are tested against counted ones
@@ -38,19 +40,19 @@ import fullshard
 from benchmarks.checkpoint_scale import folded
 from benchmarks.guard_scale import failure, question
 from benchmarks.simulated_ranks import RANKS_PER_MACHINE, Simulation
+from benchmarks.store_rate import machine, rates, table
 from fullshard import checkpoint
 from fullshard.comm.messages import below
+from fullshard.layout import crossing, levels_of
 
 SHOWN = (64, 1024, 10_000)
 SIMULATED = (8, 64, 256, 1024, 10_000)
 # With a thread for each rank.
 ASKED = (64, 1024)
-PROCESSES = (2, 4, 8)
+PROCESSES = (2, 4, 8, 16, 32)
 THREADS = (2, 8, 64, 256)
 SLOW = 0.01
 DRAWS = 400
-# What a store answers in a second: stated beside `_REQUESTS_PER_SECOND` in peers/wait.py.
-REQUESTS_PER_SECOND = 20_000
 USUAL_LIMIT = 1024
 _CALLS = ("open", "os.mkdir", "os.rename", "os.remove", "os.listdir", "os.scandir", "os.link", "os.rmdir")
 
@@ -121,7 +123,8 @@ def connections(world: int) -> tuple[int, int]:
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         port = found.getsockname()[1]
-    context = multiprocessing.get_context("spawn")
+    # Forks share what torch takes, so that there can be some tens of them.
+    context = multiprocessing.get_context("fork")
     answers: Any = context.Queue()
     ranks = [context.Process(target=_connect, args=(rank, world, port, answers)) for rank in range(world)]
     for each in ranks:
@@ -159,6 +162,24 @@ def _served(port: int) -> int:
             _, own, _, state, *_ = line.split()
             count += state == "01" and int(own.rsplit(":", 1)[1], 16) == port
     return count
+
+
+# ---- ways ------------------------------------------------------------------------------------------------------------
+
+
+def messages_in_levels(world: int) -> int:
+    """Messages that a rank sends for a gather in two levels: its piece, and what it passes on."""
+    levels = levels_of([rank // RANKS_PER_MACHINE for rank in range(world)])
+    if levels is None:
+        raise ValueError(f"expected several hosts of {RANKS_PER_MACHINE} ranks, found {world} ranks")
+    counterparts, neighbours = len(levels.counterparts(0)), len(levels.neighbours(0))
+    return counterparts + neighbours + counterparts * neighbours
+
+
+def crosses(world: int) -> str:
+    """The parts of a unit that a host sends for a gather: around a ring, from rank to rank, and in two levels."""
+    share = crossing([[rank // RANKS_PER_MACHINE for rank in range(world)]])
+    return ", ".join(f"{part:.3f}" for part in share)
 
 
 # ---- files -----------------------------------------------------------------------------------------------------------
@@ -294,6 +315,7 @@ def lines() -> list[Line]:
         line("store requests in 10 s of steps", {n: found[1] for n, found in store.items()}),
         line("connections of the store's server", {n: found[0] for n, found in opened.items()}),
         line("descriptors of a rank, on gloo", {n: found[1] for n, found in opened.items()}),
+        line("messages of a rank for a gather in two levels", {n: messages_in_levels(n) for n in (16, *SHOWN)}),
         line("files of a checkpoint", {n: found[2] for n, found in files.items()}),
         line("file calls of a save", {n: found[0] for n, found in files.items()}),
         line("file calls of a load", {n: found[1] for n, found in files.items()}),
@@ -305,13 +327,15 @@ def document(command: str, date: str) -> str:
     rows = {each.name: each for each in lines()}
     start, server = rows["store requests until all are there"].law, rows["connections of the store's server"].law
     rank, load = rows["descriptors of a rank, on gloo"].law, rows["file calls of a load"].law
-    files = rows["files of a checkpoint"].law
+    files, answered = rows["files of a checkpoint"].law, rates()
+    # Of signs of life, by as many processes as the server had in the best case.
+    per_second = round(max(answered["compare_set"].values()), -2)
     steps, trees, waits = ([call(world) for world in SHOWN] for call in (step, tree, slow_hosts))
     breaks = sorted(
         [
             (server.reaches(USUAL_LIMIT), f"connections of the store's server ({server}) above `ulimit -n` 1,024"),
             (rank.reaches(USUAL_LIMIT), f"descriptors of a rank on gloo ({rank}) above `ulimit -n` 1,024"),
-            (start.reaches(REQUESTS_PER_SECOND), f"a start ({start} requests) takes the store more than a second"),
+            (start.reaches(int(per_second)), f"a start ({start} requests) takes the store more than a second"),
         ]
     )
     head = ["", "", *(f"{world:,} ranks" for world in SHOWN), ""]
@@ -333,6 +357,7 @@ def document(command: str, date: str) -> str:
             "GB of padding in one gather of all units",
             (f"{sum(one['bytes'] for one in each['padding']) / 1e9:.2f}" for each in steps),
         ),
+        _row("of a unit a host sends for a gather: ring, pairs, two levels", (crosses(world) for world in SHOWN)),
         _row("messages of a barrier, one after another", (depth for _, depth, _ in trees)),
         _row("messages that a rank gets in it", (fan for _, _, fan in trees)),
         _row("hosts of eight ranks", (each.hosts for each in waits)),
@@ -361,10 +386,19 @@ def document(command: str, date: str) -> str:
         "",
         f"Connections were counted at {', '.join(map(str, PROCESSES))} processes; these limits are computed and were",
         "not reached. They leave out what a process has open before; rank 0 has both where no torchrun serves",
-        f"the store. On NCCL nothing was counted. {REQUESTS_PER_SECOND:,} requests a second are what `peers/wait.py`",
-        "states. With 1,000 real clients (guard_scale_2026-11-22.md) the slowest request of a start took 5.0 s:",
-        f"connecting costs more than requests. At 10,000 ranks {files.at(10_000):,} files are in one checkpoint, and a",
-        f"load makes {load.at(10_000):,} calls; whether a file system takes them was not measured.",
+        "the store. On NCCL nothing was counted. A gather has as many messages in two levels as from rank to rank,",
+        "and as a ring has rounds; `auto` chooses by bytes and measured rates, for which a rank sends 12 messages.",
+        f"At 10,000 ranks {files.at(10_000):,} files are in one checkpoint, and a load makes {load.at(10_000):,}",
+        "calls; whether a file system takes them was not measured.",
+        "",
+        "## What a store's server answers",
+        "",
+        f"Measured in the same run by `benchmarks/store_rate.py`, on {machine()},",
+        f"which clients, server and other work share (load {os.getloadavg()[0]:.0f} before): a",
+        "server of its own answers more. `peers/wait.py` assumes 20,000. With 1,000 real clients",
+        "(guard_scale_2026-11-22.md) the slowest request of a start took 5.0 s: connecting costs more than requests.",
+        "",
+        *table(answered),
     ]
     return "\n".join(text) + "\n"
 
