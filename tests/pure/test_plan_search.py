@@ -133,3 +133,18 @@ def test_fewer_ranks_than_the_fewest_do_not_fit(rows: int) -> None:
         found = planner.least_ranks(asked, most=64)
         assert (None if found is None else found.strategy.ranks) == (fitting[0] if fitting else None), share
         assert found is None or (found.fits and found.margin_nbytes <= found.spare_nbytes)
+
+
+def test_the_least_seconds_are_those_of_the_dials() -> None:
+    """One planner for compiled steps and others: each bound is below its own plan, and fusing takes less."""
+
+    def described(samples: int, *_: object) -> Model:
+        model = _model(samples)
+        lines = [line._replace(b=int(1e13)) if line.name == "aten.gelu" else line for line in model.tape.lines]
+        return replace(model, tape=replace(model.tape, lines=tuple(lines)))
+
+    planner = Planner(described, replace(PLAIN, fused=0.25))
+    plain, compiled = Strategy(2), Strategy(2, compiled=True)
+    least = [planner.least_seconds(each) for each in (plain, compiled)]
+    taken = [planner.estimate(each).seconds for each in (plain, compiled)]
+    assert least[1] < least[0] <= taken[0] and least[1] <= taken[1] < taken[0]

@@ -247,7 +247,8 @@ class Planner:
         overlaps with."""
         strategy = self._here(strategy)
         model, step = self._at(strategy)
-        key = (strategy.micro, strategy.recompute, strategy.compiled_loss)
+        dials = strategy.computed, strategy.compiled, strategy.compiled_loss, strategy.float8
+        key = (strategy.micro, strategy.recompute, dials)
         if key not in self._seconds:
             units = self._units_of(strategy)
             clock = Clock(
