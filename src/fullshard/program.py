@@ -14,7 +14,7 @@ import inspect
 import os
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -205,6 +205,21 @@ def find_program(entry: str) -> Program:
 
 def _first_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [""])[0]
+
+
+def parts_of(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any], Tensor]:
+    """The inputs and the target of a batch: the last of a tuple or list, the entry `labels` of a mapping, whose first
+    entry is the input of the first stage. Raises `ProgramError` for another."""
+    if isinstance(batch, (tuple, list)) and len(batch) > 1 and isinstance(batch[-1], Tensor):
+        return tuple(batch[:-1]), {}, batch[-1]
+    if isinstance(batch, Mapping) and isinstance(batch.get("labels"), Tensor) and len(batch) > 1:
+        rest = {key: value for key, value in batch.items() if key != "labels"}
+        first = next(iter(rest))
+        return (rest.pop(first),), rest, batch["labels"]
+    raise ProgramError(
+        f"pp: expected batches (inputs, ..., target), or a mapping with labels, found a {type(batch).__name__}; return "
+        f"the target apart from the inputs"
+    )
 
 
 def to_device(batch: Any, device: torch.device) -> Any:

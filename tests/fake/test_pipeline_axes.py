@@ -21,7 +21,6 @@ from fullshard.migrate.tree import Tree
 from fullshard.train.config import load_config
 from fullshard.train.model import sharded_model
 from fullshard.train.pipeline import Stages
-from fullshard.train.planned import strategy_of
 from fullshard.train.process import world_of
 from tests.harness import installed
 from tests.harness.axes import TOKENS, batch, hugging_face, llama
@@ -249,8 +248,3 @@ def test_settings_that_a_pipeline_does_not_have(make: Any, config: dict[str, Any
 def test_settings_of_the_trainer(settings: list[str], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         load_config(EXAMPLE, settings).check_world(4)
-
-
-def test_plan_refuses_a_pipeline() -> None:
-    with pytest.raises(ConfigError, match="fullshard plan does not count the stages of a pipeline; nearest valid: 1"):
-        strategy_of(load_config(EXAMPLE), 4, "gloo")

@@ -72,10 +72,13 @@ PURE += (
     "fullshard.page",
     *(f"fullshard.migrate.{name}" for name in "axes config levels parallelism reading styles verdict".split()),
 )
-PURE += tuple(f"fullshard.plan.{name}" for name in "account clock description machine page questions".split())
+PURE += tuple(
+    f"fullshard.plan.{name}" for name in "account checkpoints clock description machine page questions".split()
+)
 PURE += ("fullshard.plan.recomputation",)
 PURE += tuple(
-    f"fullshard.plan.{name}" for name in "moments reductions result rough search simulation spans strategy".split()
+    f"fullshard.plan.{name}"
+    for name in "moments pipeline reductions result rough search simulation spans stages strategy".split()
 )
 PURE += tuple(f"fullshard.peers.{name}" for name in "diagnosis failures process scope store wait".split())
 PURE += ("fullshard.agree.ledger", "fullshard.agree.differences")

@@ -99,6 +99,8 @@ from .modules import (
     published_state,
     refuse_distribution,
     run_first,
+    stage_backward_input,
+    stage_backward_weight,
     swappable,
 )
 from .storages import others_with_memory_of
@@ -192,6 +194,8 @@ __all__ = [
     "settled",
     "sharded_parameter",
     "spec_of",
+    "stage_backward_input",
+    "stage_backward_weight",
     "storage_key",
     "strided_shard",
     "swappable",

@@ -6,7 +6,7 @@ import copy
 import importlib
 import sys
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any, TypeVar, cast
 
@@ -183,3 +183,23 @@ def remains_a_method(wrapper: F) -> F:
 def loads_as_torch(module: nn.Module) -> bool:
     """Whether `module` loads its own parameters and buffers, as torch does, and nothing else."""
     return type(module)._load_from_state_dict is nn.Module._load_from_state_dict
+
+
+# ---- stages of a pipeline --------------------------------------------------------------------------------------------
+# Imported where they run: torch's pipelines bring its compiler.
+
+
+def stage_backward_input(
+    ends: list[Tensor], gradients: list[Tensor] | None, inputs: list[Tensor], weights: Iterator[nn.Parameter]
+) -> list[dict[str, Any]]:
+    """Compute the gradients of `inputs` alone; returns what `stage_backward_weight` continues with."""
+    from torch.distributed.pipelining._backward import stage_backward_input as own
+
+    return own(ends, gradients, inputs, weights)[1]
+
+
+def stage_backward_weight(weights: Iterator[nn.Parameter], groups: list[dict[str, Any]]) -> None:
+    """Compute the gradients of `weights` that `stage_backward_input` left out."""
+    from torch.distributed.pipelining._backward import stage_backward_weight as own
+
+    own(weights, groups)

@@ -34,6 +34,7 @@ _MESH = "parameters with several parallel dims: concatenate and flatten axes, fi
 _HOOKS = "the engine runs the hooks of sharded parameters"
 _STATE = "where pipeline schedules look for the state of a sharded module, and DDP for applied composable APIs"
 _TAPE = "whose backward an operation belongs to, on the tape of a step (plan/facts.py), without hooks on the model"
+_HALVES = "what a stage holds between its gradients of inputs and of weights, on the tape of a plan"
 _OPERATIONS = "the operations of a step and the storages that they make (plan/facts.py)"
 _ATTENTION = "fused attention with the logarithm of its sums, so that parts of it can be added (_torch/attention.py)"
 _HOLDERS = "memory is given back to the device only where no tensor of the program reads it (extras/sleep.py)"
@@ -89,6 +90,8 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
     ),
     # ---- operations
     PrivateName("torch._C._current_autograd_node", _TAPE),
+    PrivateName("torch.distributed.pipelining._backward.stage_backward_input", _HALVES),
+    PrivateName("torch.distributed.pipelining._backward.stage_backward_weight", _HALVES),
     PrivateName("torch.autograd._get_sequence_nr", _TAPE),
     PrivateName("torch._C._functions.AccumulateGrad._sequence_nr", _TAPE),
     PrivateName("torch.ops.aten.mm.default._schema", "which operations of a sharded parameter return a view"),

@@ -19,11 +19,9 @@ if TYPE_CHECKING:
     from fullshard.migrate.parallelism import Parallelism
     from fullshard.plan import Plan, Planner, Strategy
     from fullshard.plan.machine import Hardware
-    from fullshard.plan.search import Describe
+    from fullshard.plan.search import Degrees, Describe
     from fullshard.program import Program
 
-# Ranks along `tp`, along `cp`, and over which experts are divided.
-_Degrees = tuple[int, int, int]
 # Plans of a search that are printed, as JSON; a table has fewer.
 _SHOWN = 10
 
@@ -68,7 +66,7 @@ def add_command(commands: Any) -> None:
     ways = plan.add_mutually_exclusive_group()
     ways.add_argument("--one-level", action="store_true", help="with --hosts: messages from rank to rank")
     ways.add_argument("--two-levels", action="store_true", help="or between hosts first (default: what is faster)")
-    add_axes(plan, context=True)
+    add_axes(plan, context=True, pipeline=True)
     plan.add_argument(
         "--reshard", metavar="always|never|N", help="reshard_after_forward of the units (default: always)"
     )
@@ -130,11 +128,13 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _run(arguments: argparse.Namespace) -> int:
     from fullshard.plan import Planner, find_hardware
-    from fullshard.plan.facts import describe, measured_cpu, physical_nbytes
+    from fullshard.plan.facts import measured_cpu, physical_nbytes
     from fullshard.plan.page import page, svg
     from fullshard.plan.questions import QUESTIONS, explain, ranked
     from fullshard.plan.repeats import KEPT
     from fullshard.plan.result import FAILURE_HOURS, assumptions, table
+    from fullshard.plan.stages import stage_lines, stage_rows
+    from fullshard.train.planned import described_by, table_of
 
     for name in (
         "ranks",
@@ -143,6 +143,8 @@ def _run(arguments: argparse.Namespace) -> int:
         "tensor_parallel",
         "context_parallel",
         "expert_parallel",
+        "pipeline_parallel",
+        "stages_per_rank",
         "batch",
         "micro",
         "sequence",
@@ -165,28 +167,27 @@ def _run(arguments: argparse.Namespace) -> int:
     strategy, about = asked.strategy, asked.about
     keep = [name.strip() for name in (arguments.keep_float32 or "").split(",") if name.strip()]
 
-    def describer(programs: Callable[[int | None], Program], degrees: _Degrees, blocks: int = 0) -> Describe:
+    def describer(programs: Callable[[int | None], Program], plan: Parallelism, blocks: int = 0) -> Describe:
         made: dict[int | None, Program] = {}
-        tensor, context, experts = degrees
 
         def described(samples: int, sequence: int | None, compute: str, alone: bool, recompute: Any) -> Any:
             if sequence not in made:
                 made[sequence] = programs(sequence)
             sizes: dict[str, Any] = {"samples": samples, "compute": compute, "alone": alone, "keep_float32": keep}
-            sizes |= {"tensor": tensor, "shared": context > 1 or experts > 1, "on_cpu": hardware.blocking}
-            sizes["blocks"] = blocks
-            return describe(made[sequence], arguments.source, recompute=recompute, **sizes)
+            sizes |= {"on_cpu": hardware.blocking, "recompute": recompute}
+            sizes |= {"blocks": blocks} if blocks else {}
+            return described_by(plan, made[sequence], arguments.source, strategy.ranks, asked.output, **sizes)
 
         return described
 
-    own = strategy.tensor, strategy.context, strategy.experts
+    own = strategy.tensor, strategy.context, strategy.experts, strategy.pipeline
 
-    def divide(degrees: _Degrees, blocks: int = 0) -> Describe | None:
-        programs = asked.programs if degrees == own else asked.divided(degrees)
-        return None if programs is None else describer(programs, degrees, blocks)
+    def divide(degrees: Degrees, blocks: int = 0) -> Describe | None:
+        found = (asked.programs, asked.plan) if degrees == own else asked.divided(degrees)
+        return None if found is None else describer(*found, blocks)
 
     planner = Planner(
-        describer(asked.programs, own),
+        describer(asked.programs, asked.plan),
         hardware,
         budget=None if arguments.budget is None else arguments.budget * 1e9,
         host_budget=None if arguments.host_budget is None else arguments.host_budget * 1e9,
@@ -195,6 +196,7 @@ def _run(arguments: argparse.Namespace) -> int:
         divide=divide,
         short=partial(divide, blocks=KEPT),
         degrees=own,
+        table=table_of,
     )
     if arguments.compare is not None:
         return _compare(planner.plan(strategy), arguments)
@@ -215,7 +217,7 @@ def _run(arguments: argparse.Namespace) -> int:
                 raise ValueError(f"{option} {path}: cannot write it: {error.strerror or error}") from None
     if arguments.json:
         found = plan.as_json()
-        found["axes"] = about
+        found |= {"axes": about, "pipeline": stage_rows(plan)}
         found["changes"] = [
             {
                 "says": change.says,
@@ -232,7 +234,7 @@ def _run(arguments: argparse.Namespace) -> int:
         print("\n".join(_rough(planner, strategy)) + "\n")
     if about:
         print("\n".join(about) + "\n")
-    print(table(plan))
+    print("\n".join([table(plan), *stage_lines(plan)]))
     if changes:
         print("\n" + ("what fits, the fastest first" if arguments.search else "the cheapest changes that fit"))
         print("\n".join(ranked(changes)))
@@ -363,6 +365,8 @@ class _Asked:
     plan: Parallelism
     length: int | None
     has_own_length: bool = False
+    # The dtype of what stages of a pipeline give, None for the one that it has.
+    output: str | None = None
 
     @cached_property
     def _model(self) -> Any:
@@ -373,16 +377,21 @@ class _Asked:
         with torch.device("meta"):
             return self.whole(self.length).model()
 
-    def divided(self, degrees: _Degrees) -> Callable[[int | None], Program] | None:
+    def divided(self, degrees: Degrees) -> tuple[Callable[[int | None], Program], Parallelism] | None:
         """The programs with other degrees, without replicas; None where the model or the ranks do not allow these."""
         from fullshard.migrate.declared import broken_rules
 
-        tensor, context, experts = degrees
+        tensor, context, experts, pipeline = degrees
         if self.whole is None or (self.has_own_length and context > 1):
             return None
         cuts = tensor > 1
+        if pipeline > 1 and (pipeline == self.plan.pipeline_parallel_degree or self.plan.pipeline_parallel_degree > 1):
+            pipelines: dict[str, Any] = {"pipeline_parallel_degree": pipeline, "module_fqns_per_model_part": ()}
+        else:
+            pipelines = {"pipeline_parallel_degree": pipeline} | _NO_PIPELINE
         plan = replace(
             self.plan,
+            **pipelines,
             tensor_parallel_degree=tensor,
             context_parallel_degree=context,
             context_parallel_variant=self.plan.context_parallel_variant if context > 1 else "auto",
@@ -394,9 +403,22 @@ class _Asked:
             enable_loss_parallel=self.plan.enable_loss_parallel and cuts,
             styles=self.plan.styles if cuts or experts > 1 else (),
         )
-        if broken_rules(self._model, plan, self.strategy.ranks, sequence=_length_of(self.whole(self.length)))[0]:
+        program = self.whole(self.length)
+        if pipeline > 1 and program.loss_fn is None:
             return None
-        return _divided(self.whole, plan, self.strategy.ranks, self.length)[0]
+        if broken_rules(self._model, plan, self.strategy.ranks, sequence=_length_of(program))[0]:
+            return None
+        return _divided(self.whole, plan, self.strategy.ranks, self.length)[0], plan
+
+
+# What a declaration without a pipeline does not say.
+_NO_PIPELINE = {
+    "pipeline_parallel_schedule": "1F1B",
+    "pipeline_parallel_stages_per_rank": 0,
+    "pipeline_parallel_num_microbatches": 0,
+    "pipeline_parallel_microbatch_size": 0,
+    "module_fqns_per_model_part": (),
+}
 
 
 def _length_of(program: Program) -> int:
@@ -431,7 +453,9 @@ def _source(arguments: argparse.Namespace, backend: str) -> _Asked:
         def whole(sequence: int | None) -> Program:
             return replace(programs((sequence or length) * parts), parallelize=None)
 
-        return _Asked(programs, _with_dials(strategy, arguments), about, whole, config.sharding.parallel, length)
+        output = config.sharding.precision.dtypes[2]
+        strategy = _with_dials(strategy, arguments)
+        return _Asked(programs, strategy, about, whole, config.sharding.parallel, length, output=output)
     if source in shapes.NAMED:
         programs = lambda sequence: shapes.named(source, sequence)  # noqa: E731
     elif source.endswith(".json") or (path / "config.json").is_file():
@@ -461,6 +485,12 @@ def _source(arguments: argparse.Namespace, backend: str) -> _Asked:
         tensor=plan.tensor_parallel_degree,
         context=plan.context_parallel_degree,
         experts=plan.expert_parallel_degree,
+        pipeline=plan.pipeline_parallel_degree,
+        schedule=plan.pipeline_parallel_schedule,
+        stages=plan.num_stages // plan.pipeline_parallel_degree,
+        # A pipeline would gather its layers for each micro-batch.
+        reshard=plan.pipeline_parallel_degree == 1,
+        root_reshard=False if plan.pipeline_parallel_degree > 1 else None,
         replicas=plan.data_parallel_replicate_degree,
         micro=samples_of(found.batch(0)) if ":" in source else 1,
     )
@@ -481,7 +511,7 @@ def _divided(
 
     if not plan.beyond_data:
         return programs, sequence or 0
-    shared = ranks // plan.data_parallel_replicate_degree
+    shared = ranks // plan.data_parallel_replicate_degree // plan.pipeline_parallel_degree
     whole = _length_of(programs(sequence))
 
     def made(length: int | None) -> Program:
@@ -509,7 +539,8 @@ def _about(program: Program, plan: Parallelism, ranks: int, sequence: int, *, ow
             model = program.model()
     except Exception as error:
         raise ProgramError(f"the model cannot be built on the meta device: {type(error).__name__}: {error}") from error
-    return [*declare(model, plan, ranks, sequence=sequence).lines()]
+    declared = declare(model, plan, ranks, sequence=sequence)
+    return [*declared.lines(), *declared.stages(model)]
 
 
 def _with_dials(strategy: Strategy, arguments: argparse.Namespace) -> Strategy:

@@ -257,6 +257,11 @@ class Pipeline:
             order = made.pipeline_order_with_comms
             for actions in order.values():
                 actions[:] = [part for action in actions for part in _forwards(action)]
+        if train:
+            # Its first step runs a backward that learns shapes, before it says so itself: nothing is reduced in that.
+            for stage in self.stages.values():
+                if isinstance(stage, FSDPModule):
+                    stage.set_requires_gradient_sync(False)
         self._made[key] = made
         while len(self._made) > _KEPT:
             self._made.popitem(last=False)

@@ -42,6 +42,18 @@ class Declared:
         yield "legal, with what is left to dp_shard:"
         yield from (f"  {line}" for line in self.legal())
 
+    def stages(self, model: nn.Module) -> Iterator[str]:
+        """Lines: the stages of a pipeline, with their modules. Raises `ConfigError` for a model that has no such
+        stages."""
+        if self.axes.pp == 1:
+            return
+        # torch's pipelines are imported where there are any.
+        from .pipeline import split_model
+
+        split = split_model(Tree(model), self.plan, self.axes, 0)
+        yield f"stages of the pipeline: {split.schedule.name}"
+        yield from (f"  {line}" for line in split.lines())
+
     def legal(self) -> Iterator[str]:
         """Lines, for each degree the numbers that it may have beside the other ones."""
         world = self.axes.world

@@ -11,7 +11,8 @@ spans         a tape between the events of the schedule, with and without recomp
 strategy      dials, and what they make of each unit: layouts and messages
 machine       hardware as data
 simulation    the rules of `schedule` run with clocks and a byte counter: `account`, `clock`, `reductions`
-result        a plan: the ledger, times, padding, the interval of checkpoints
+result        a plan: the ledger, times, padding; `checkpoints`: their interval
+pipeline      a step of several ranks with a stage or more each, by a table of actions; `stages`: their plans
 repeats       a model of many equal blocks from a few of them
 sizes         a model at any size of its micro-batch
 search        which strategy fits, and which is the fastest

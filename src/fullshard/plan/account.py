@@ -13,6 +13,7 @@ KINDS = (
     "optimizer",
     "buffers",
     "batch",
+    "stage buffers",
     "gradients of shards",
     "held gradients",
     "full parameters",
@@ -85,10 +86,12 @@ class Simulated:
     host_bound: float = 0.0
     exposed: list[Exposed] = field(default_factory=list)
     traffic: dict[str, Traffic] = field(default_factory=dict)
-    # Seconds on the wire along `tp`, `cp` and `ep`; their messages and bytes are those of the step.
+    # Seconds on the wire along `tp`, `cp`, `ep` and `pp`; their messages and bytes are those of the step.
     along: dict[str, float] = field(default_factory=dict)
     commands: list[str] = field(default_factory=list)
     on_host: tuple[tuple[str, float], ...] = ()
+    # Seconds in which a rank of a pipeline waited for other stages; part of `exposed`.
+    bubble: float = 0.0
     # The step of matrices on their owners, if the optimizer is Muon.
     owners: OwnersStep | None = None
 
@@ -144,6 +147,11 @@ class Bytes:
         self.kinds[kind] -= nbytes
         self.total -= nbytes
         return nbytes
+
+    def rename(self, kind: str, name: str, other: str, nbytes: float) -> None:
+        """Count `nbytes` that are there as `other`."""
+        self.there[kind, name] = self.there.get((kind, name), 0.0) - nbytes
+        self.there[kind, other] = self.there.get((kind, other), 0.0) + nbytes
 
     def nbytes(self, kind: str, name: str) -> float:
         return self.there.get((kind, name), 0.0)

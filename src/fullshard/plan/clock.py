@@ -13,7 +13,7 @@ from .spans import Message, Work
 
 AXES = ("shard", "replicate", "block", "host")
 # Those whose messages belong to divided layers.
-ALONG = ("tp", "cp", "ep")
+ALONG = ("tp", "cp", "ep", "pp")
 # The kind of a collective by what an operation is called; and how often the bytes of a `Sent` go into the message of
 # which a rank sends all but its own part, where these are not those of the message already.
 _KINDS = (
@@ -152,6 +152,12 @@ class Clock:
             return 0.0
         kind, nbytes = whole_nbytes(message, ranks)
         return self.hardware.collective(kind, ranks, stride, nbytes)
+
+    def give(self, nbytes: float, stride: int) -> float:
+        """Send `nbytes` to a stage on the device `stride` ranks away; when they arrive."""
+        seconds = self.hardware.collective("send", 2, stride, nbytes)
+        self.found.along["pp"] = self.found.along.get("pp", 0.0) + seconds
+        return self._begin("pp", seconds) + seconds
 
     def upload(self, nbytes: float, calls: int = 1) -> float:
         """Copy to or from the host, beside compute; when it is there."""

@@ -58,6 +58,8 @@ def _solved(plan: Plan, hardware: Hardware, change: Callable[[Hardware, float], 
 
 
 def _seconds(plan: Plan, hardware: Hardware) -> float:
+    if plan.again is not None:
+        return plan.again(hardware).seconds
     return plan_of(plan.model, plan.step, plan.strategy, hardware).seconds
 
 

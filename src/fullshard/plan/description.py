@@ -32,6 +32,7 @@ class Kind(IntEnum):
     LOSS = 8  # the backward begins
     REACHED = 9  # a gradient is about to reach an output of `use`, after its BACKWARD
     INPUTS_REACHED = 10  # the gradients of the inputs of `use` are complete; never, if none requires one
+    WEIGHTS = 11  # of a stage that computes them apart: gradients of inputs are there, those of weights begin
 
 
 # Of messages of divided layers, which torch dispatches as operations: what their names begin with.
@@ -106,16 +107,17 @@ class Parameter:
 @dataclass(frozen=True, slots=True)
 class UnitShape:
     """A module that is sharded by itself. `name`: dotted, "" is the model. `reshard`: what the call of `fully_shard`
-    for this unit says about `reshard_after_forward`, None for nothing."""
+    for this unit says about `reshard_after_forward`, None for nothing. `stage`: of a pipeline, whose root it may be."""
 
     name: str
     module_class: str
     parameters: tuple[Parameter, ...]
     reshard: bool | int | None = None
+    stage: int | None = None
 
     @property
     def title(self) -> str:
-        return self.name or "root"
+        return self.name or ("root" if self.stage is None else f"root of stage {self.stage}")
 
     @property
     def numel(self) -> int:
@@ -143,6 +145,17 @@ class Tape:
     brought_in: tuple[int, ...] = ()
 
 
+class Stage(NamedTuple):
+    """A stage of a pipeline, as a model of its own. `halves`: the same with gradients of inputs and of weights apart,
+    None where no schedule needs it. `given_nbytes`, `made_nbytes`: bytes of what it gets from the stage before it for a
+    micro-batch, and of what it gives to the next one; the last one's are those of the loss's input."""
+
+    model: Model
+    halves: Model | None
+    given_nbytes: int
+    made_nbytes: int
+
+
 @dataclass(frozen=True, slots=True)
 class Model:
     """A model as data. `units`: the root first, then in the order of `model.modules()`; the root is there also without
@@ -165,6 +178,8 @@ class Model:
     undivided_numel: int = 0
     # The list of blocks of which this model has a few (`repeats`), and how many there are; None: it has all.
     cut: tuple[str, int] | None = None
+    # The stages of a pipeline, whose units together are `units`. The tape is then that of no stage, and empty.
+    stages: tuple[Stage, ...] = ()
 
     @property
     def numel(self) -> int:

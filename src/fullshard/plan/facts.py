@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from .._torch import dtensor_like, fake_group, local_of
 from ..program import BATCH_NORM, OwnDtype, Program, ProgramError, modules_of, to_device
-from .description import Kind, Model, Parameter, Tape, UnitShape
+from .description import Kind, Model, Parameter, Stage, Tape, UnitShape
 from .machine import Hardware
 from .recomputation import NONE, is_matmul, is_on_host, recorded_on_host
 from .repeats import WORTH
@@ -73,6 +73,65 @@ def describe(
             except ProgramError:
                 pass  # it asks for a block that was left out, or fails with all of them
         return _describe(program, name, *given, 0)
+
+
+class StagePrograms(Protocol):
+    """The programs of the stages of a pipeline, as `migrate.stage_programs` makes them: each is described before the
+    next one is asked for, which begins with what it made. `splits`: whether the schedule has gradients of weights
+    apart."""
+
+    count: int
+    splits: bool
+    program: Program
+
+    def made_nbytes(self, number: int) -> int: ...
+
+    def of(self, number: int, *, halves: bool = False) -> Program: ...
+
+
+def describe_stages(programs: StagePrograms, name: str, **sizes: Any) -> Model:
+    """The model of a pipeline as data, with the tape of each stage. `sizes`: as for `describe`."""
+    stages: list[Stage] = []
+    given = 0
+    for number in range(programs.count):
+        model = _as_stage(describe(programs.of(number), name, **sizes), number)
+        made, halves = programs.made_nbytes(number), None
+        if programs.splits:
+            halves = _as_stage(describe(programs.of(number, halves=True), name, **sizes), number)
+        stages.append(Stage(model, halves, given, made))
+        given = made
+    first = stages[0].model
+    units = tuple(unit for stage in stages for unit in stage.model.units)
+    batch = to_device(programs.program.batch(0), META)
+    if (samples := sizes.get("samples")) is not None:
+        batch = _resized(batch, _sizes(batch)[0], samples)
+    nbytes = sum(tensor.nbytes for tensor in tensors_in([batch]))
+    return replace(
+        first,
+        units=units,
+        tape=Tape((), {}, (), (), nbytes),
+        buffer_nbytes=sum(stage.model.buffer_nbytes for stage in stages),
+        multiplied=sum(stage.model.multiplied for stage in stages),
+        undivided_numel=first.undivided_numel or sum(unit.numel for unit in units),
+        stages=tuple(stages),
+    )
+
+
+# More than there are parameters in a stage.
+_PLACES = 1 << 20
+
+
+def _as_stage(model: Model, number: int) -> Model:
+    """`model` as the stage of that number: its parameters come after those of the stages before it."""
+    units = tuple(
+        replace(
+            unit,
+            stage=number,
+            parameters=tuple(replace(p, place=p.place + number * _PLACES) for p in unit.parameters),
+        )
+        for unit in model.units
+    )
+    return replace(model, units=units)
 
 
 def _describe(

@@ -116,8 +116,9 @@ class Reductions:
             self.clock.wait(self.clock.free["host"], "root", "copies to the host")
 
     def issue(self, unit: Unit, group: Group, own: float, *, held: bool) -> float:
-        """Make and send the message of a group. `own`: bytes of its gradients, whole; `held`: they are those of a
-        window. Returns how much of `own` was copied, and is there for as long as the caller has it."""
+        """Make and send the message of a group. `own`: bytes of its gradients, whole, 0 for those that a window holds
+        until the end; `held`: they are those of a window. Returns how much of `own` was copied, and is there for as
+        long as the caller has it."""
         sent, name = group.sent, unit.shape.title
         assert sent is not None
         if sent.pack.world == 1 and sent.replicas == 1:
@@ -126,9 +127,14 @@ class Reductions:
                 self.bytes.add("gradients of shards", name, sent.reduced_nbytes)
                 self.clock.copy(sent.reduced_nbytes + own)
                 copied = own
-            else:
+            elif own:
                 self.bytes.add("gradients", name, -own)
                 self.bytes.add("gradients of shards", name, own)
+                copied = 0.0
+            else:
+                # The memory is that of what was held.
+                self.bytes.add("held gradients", name, -float(sent.held_nbytes))
+                self.bytes.add("gradients of shards", name, float(sent.reduced_nbytes))
                 copied = 0.0
             if sent.offloaded:
                 # It is copied to the host when the next one is made.
@@ -140,7 +146,7 @@ class Reductions:
         self.bytes.add("messages", name, cast)
         self._receive(group, name, take=True)
         self.clock.copy(2.0 * sent.send_nbytes + 2.0 * cast)
-        leaving = 0.0 if cast else float(sent.leaving_nbytes)
+        leaving = 0.0 if cast or not own else float(sent.leaving_nbytes)
         # What is sent from where it is stays until its message left; the rest was copied.
         self.bytes.add("gradients", name, -leaving)
         self.bytes.add("messages", name, leaving)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from math import sqrt
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..layout import ONE_LEVEL, TWO_LEVELS, Rates, Ways, itemsize
 from .account import KINDS, Simulated
+from .checkpoints import Checkpoints, checkpoints_of
 from .description import OUTSIDE, Model, Sent
 from .machine import Hardware
 from .padding import Padding, padding_of
@@ -21,18 +21,6 @@ from .strategy import OPTIMIZERS, Strategy, Unit, units_of
 COMMUNICATOR_NBYTES = (4 << 20) * 32
 # 419 unexpected interruptions in 54 days on 16,384 devices (Llama 3).
 FAILURE_HOURS = 54 * 24 * 16384 / 419
-
-
-@dataclass(frozen=True)
-class Checkpoints:
-    """Seconds to save and to load; the best time between two of them (Young 1974, Daly 2006); the time between
-    failures."""
-
-    save: float
-    load: float
-    young: float
-    daly: float
-    between_failures: float
 
 
 @dataclass(frozen=True)
@@ -55,6 +43,12 @@ class Plan:
     host_budget: float = 0.0
     # The same step with its messages in other ways between the hosts, if they have a choice.
     other_ways: tuple[tuple[Ways, Simulated], ...] = ()
+    # The stages of a rank of a pipeline, and what it sends to others in a step. Where it stands for all: plans of all
+    # ranks, and the plan on other hardware.
+    here: tuple[int, ...] = ()
+    given: tuple[Sent, ...] = ()
+    ranks: tuple[Plan, ...] = ()
+    again: Callable[[Hardware], Plan] | None = None
 
     @property
     def sent_by_host(self) -> dict[str, float]:
@@ -89,7 +83,8 @@ class Plan:
     @property
     def fits(self) -> bool:
         """Whether the plan fits on the device with its margin, and on the host as far as its memory is known."""
-        return self.margin_nbytes <= self.spare_nbytes and self.fits_on_host
+        own = self.margin_nbytes <= self.spare_nbytes and self.fits_on_host
+        return own and all(rank.fits for rank in self.ranks)
 
     @property
     def host_peak_nbytes(self) -> float:
@@ -121,11 +116,13 @@ class Plan:
             sizes = [numel * wide for name, numel in self.model.tape.brought if name == operation]
             found.append(Sent(f"{operation} of gradients", len(sizes) * times, float(sum(sizes) * times)))
         if self.strategy.tensor > 1:
-            found.append(Sent("all_reduce of inputs' digests", times, 16.0 * times))
+            # Of a pipeline's step as a whole, with a number that says whether a rank cannot begin.
+            times, nbytes = (1, 24.0) if self.strategy.pipeline > 1 else (times, 16.0 * times)
+            found.append(Sent("all_reduce of inputs' digests", times, nbytes))
         if self.strategy.context > 1:
             # Of what is attended to first; and at the end of the context, which the tape does not have.
             found.append(Sent("all_reduce at the end", times, 16.0 * times, "cp"))
-        return tuple(found)
+        return (*found, *self.given)
 
     @property
     def tokens(self) -> float:
@@ -134,16 +131,18 @@ class Plan:
 
     @property
     def tokens_per_second(self) -> float:
-        """The tokens in a second, divided by the ranks: those that share a layer have the same ones."""
-        return self.tokens / self.strategy.tensor / self.seconds if self.seconds else 0.0
+        """The tokens in a second, divided by the ranks: those that share a layer, and those of a pipeline, have the
+        same ones."""
+        alike = self.strategy.tensor * self.strategy.pipeline
+        return self.tokens / alike / self.seconds if self.seconds else 0.0
 
     @property
     def mfu(self) -> float:
         """Share of the device's peak that the operations which the model requires take (PaLM's MFU)."""
         peak = self.hardware.flops2 if self.narrow else self.hardware.flops4
-        # The operations are those of one rank of `tp`, which has all of the tokens.
+        # The operations are those of one rank of `tp`, which has all of the tokens; of all ranks of a pipeline.
         done = self.model.flop_per_token(self.strategy.context) * self.tokens / self.seconds if self.seconds else 0.0
-        return done / peak
+        return done / peak / self.strategy.pipeline
 
     @property
     def narrow(self) -> bool:
@@ -257,9 +256,33 @@ def plan_of(
         (ways, simulate(units, step, replace(strategy, ways=ways), hardware, model.buffer_nbytes, brief=brief))
         for ways in others
     )
+    limits = Limited(budget, host_budget, failure_hours)
+    return replace(planned(model, step, strategy, hardware, units, simulated, limits), other_ways=other_ways)
+
+
+class Limited(NamedTuple):
+    """The last arguments of `plan_of`."""
+
+    budget: float | None = None
+    host_budget: float | None = None
+    failure_hours: float = FAILURE_HOURS
+
+
+def planned(
+    model: Model,
+    step: Step,
+    strategy: Strategy,
+    hardware: Hardware,
+    units: tuple[Unit, ...],
+    simulated: Simulated,
+    limits: Limited,
+) -> Plan:
+    """The plan of a rank whose step was simulated."""
+    budget, host_budget, failure_hours = limits
     by_kind = list(zip(KINDS, simulated.peak.nbytes, strict=True))
     axes = [strategy.shard, strategy.replicas, max(unit.part for unit in units), strategy.tensor, strategy.context]
     axes += [strategy.experts, max((p.shards for unit in units for p in unit.shape.parameters), default=0)]
+    axes.append(strategy.pipeline)
     communicators = sum(ranks > 1 for ranks in axes) + 1 if hardware.backend == "nccl" and strategy.ranks > 1 else 0
     counted = simulated.peak.total
     terms = [
@@ -281,25 +304,12 @@ def plan_of(
         checkpoints_of(units, strategy, hardware, failure_hours),
         simulated.on_host,
         hardware.host_memory if host_budget is None else host_budget,
-        other_ways,
     )
 
 
 def _rates(hardware: Hardware) -> Rates:
     """Returns what the devices of a node send together, by the profile."""
     return Rates(hardware.node * hardware.inter_node, hardware.node * hardware.intra_node)
-
-
-def checkpoints_of(units: Sequence[Unit], strategy: Strategy, hardware: Hardware, failure_hours: float) -> Checkpoints:
-    """Each rank writes its shards and its state; of replicas, one writes. The interval that loses the least time, for a
-    save of d seconds and M seconds between failures of the job: sqrt(2 d M) (Young), and Daly's higher order."""
-    nbytes = sum(g.memory.shard_nbytes + g.state_nbytes for unit in units for g in unit.groups)
-    save = nbytes / hardware.storage
-    between = failure_hours * 3600 / strategy.ranks
-    young = sqrt(2 * save * between)
-    part = save / (2 * between)
-    daly = young * (1 + sqrt(part) / 3 + part / 9) - save if save < 2 * between else between
-    return Checkpoints(save, save, young, daly, between)
 
 
 def _strategy(strategy: Strategy) -> dict[str, Any]:
@@ -311,6 +321,8 @@ def _strategy(strategy: Strategy) -> dict[str, Any]:
         "tensor": strategy.tensor,
         "context": strategy.context,
         "experts": strategy.experts,
+        "pipeline": strategy.pipeline,
+        "schedule": strategy.schedule if strategy.pipeline > 1 else None,
         "reshard_after_forward": strategy.reshard,
         "param_dtype": strategy.compute or None,
         "storage_dtype": strategy.storage or None,

@@ -16,18 +16,21 @@ from .clock import Clock
 from .description import Model
 from .machine import Hardware
 from .padding import padding_of
+from .pipeline import Table
 from .recomputation import NONE, SELECTIVE, WHOLE, on_host
-from .result import FAILURE_HOURS, Plan, plan_of
+from .result import FAILURE_HOURS, Limited, Plan, plan_of
 from .simulation import itemsize_of
 from .sizes import Describe as Describe
 from .sizes import Sizes
 from .sizes import Ways as Ways
 from .spans import Step, steps_of
+from .stages import Steps, pipeline_plan, scaled_steps, stage_steps
 from .strategy import Strategy, Unit, units_of
 
-# (ranks along `tp`, along `cp`, and over which experts are divided) -> the model as data of one of them, None where the
-# model or the ranks do not allow these degrees
-Divide = Callable[[tuple[int, int, int]], Describe | None]
+# Ranks along `tp`, along `cp`, over which experts are divided, and of a pipeline.
+Degrees = tuple[int, int, int, int]
+# (degrees) -> the model as data of one of them, None where the model or the ranks do not allow these
+Divide = Callable[[Degrees], Describe | None]
 
 
 @dataclass(frozen=True)
@@ -53,12 +56,14 @@ class Planner:
         failure_hours: float = FAILURE_HOURS,
         divide: Divide | None = None,
         short: Divide | None = None,
-        degrees: tuple[int, int, int] = (1, 1, 1),
+        degrees: Degrees = (1, 1, 1, 1),
         proof: Sizes | None = None,
+        table: Callable[[Strategy], Table] | None = None,
     ) -> None:
         """`divide`: for a search with other degrees of the axes beside data parallelism; None: there is none. `short`:
         the same with a few blocks of the model, of each degree; `degrees`: those of `describe`; `proof`: as in
-        `Sizes`."""
+        `Sizes`; `table`: what the ranks of a pipeline do."""
+        self.table = table
         self.describe = describe
         self.divide, self.short = divide, short
         self.hardware = hardware
@@ -66,7 +71,10 @@ class Planner:
         self.host_budget = hardware.host_memory if host_budget is None else host_budget
         self.sequence = sequence
         self.failure_hours = failure_hours
-        self.sizes = Sizes(describe, sequence, None if short is None else short(degrees), proof)
+        # Stages of a pipeline are described as they are.
+        cut = None if short is None or degrees[3] > 1 else short(degrees)
+        self.sizes = Sizes(describe, sequence, cut, proof)
+        self._stage_steps: dict[tuple[object, ...], Steps] = {}
         self._units: dict[Strategy, tuple[Unit, ...]] = {}
         self._curable: dict[tuple[int, str], bool] = {}
         self._seconds: dict[tuple[object, ...], float] = {}
@@ -81,14 +89,31 @@ class Planner:
         """The plan of a strategy, with the model described at its own micro-batch."""
         ways = self._ways(strategy)
         model = self.model(strategy.micro, strategy.computed, sequence=sequence, alone=alone, recompute=ways)
+        if model.stages:
+            return self._pipeline(model, self._steps_of(model, strategy), strategy)
         step = steps_of(model, ways, compiled_loss=strategy.compiled_loss)
         return plan_of(model, step, self._here(strategy), self.hardware, **self._limits)
 
     def estimate(self, strategy: Strategy) -> Plan:
         """The same from the model at one and two samples. It has no commands, and of its moments the peak alone."""
+        if strategy.pipeline > 1:
+            first, second = (self.model(n, strategy.computed, recompute=self._ways(strategy)) for n in (1, 2))
+            one, two = (self._steps_of(model, strategy) for model in (first, second))
+            return self._pipeline(first, scaled_steps(one, two, strategy.micro), strategy)
         model, step = self._at(strategy)
         here = self._here(strategy)
         return plan_of(model, step, here, self.hardware, **self._limits, units=self._units_of(here), brief=True)
+
+    def _steps_of(self, model: Model, strategy: Strategy) -> Steps:
+        key = (id(model), self._ways(strategy), strategy.compiled_loss)  # models stay
+        if key not in self._stage_steps:
+            self._stage_steps[key] = stage_steps(model, key[1], compiled_loss=strategy.compiled_loss)
+        return self._stage_steps[key]
+
+    def _pipeline(self, model: Model, steps: Steps, strategy: Strategy) -> Plan:
+        assert self.table is not None
+        limits = Limited(self.budget, self.host_budget, self.failure_hours)
+        return pipeline_plan(model, steps, self.table(strategy), self._here(strategy), self.hardware, limits)
 
     @property
     def _limits(self) -> dict[str, Any]:
@@ -154,7 +179,7 @@ class Planner:
         of a model divided so."""
         for strategy in degrees(asked, self.hardware.node) if self.divide is not None else ():
             assert self.divide is not None
-            axes = (strategy.tensor, strategy.context, strategy.experts)
+            axes = (strategy.tensor, strategy.context, strategy.experts, strategy.pipeline)
             described = self.divide(axes)
             if described is not None:
                 shared: dict[str, Any] = {
@@ -162,6 +187,7 @@ class Planner:
                     "short": self.short,
                     "degrees": axes,
                     "proof": self.sizes,
+                    "table": self.table,
                 }
                 yield Planner(described, self.hardware, **shared, **self._limits), strategy
 
@@ -171,6 +197,10 @@ class Planner:
             ways = strategy.recompute
             assert isinstance(ways, str)
             one = replace(strategy, offload=offload, recompute=on_host(ways) if hosted else ways)
+            if strategy.pipeline > 1:
+                # What it takes at least depends on its table: it is tried.
+                yield _Bound(0.0, one, self)
+                continue
             for even in (False, True):
                 if even and (one.even or not self._is_curable(one)):
                     continue
@@ -192,7 +222,7 @@ class Planner:
         messages."""
 
         # Each shares a layer, a sequence and experts with as many as before.
-        together = asked.replicas * lcm(asked.tensor * asked.context, asked.experts)
+        together = asked.pipeline * asked.replicas * lcm(asked.tensor * asked.context, asked.experts)
 
         def at(groups: int) -> Strategy | None:
             try:
@@ -279,14 +309,19 @@ def _fastest(asked: Strategy, bounds: list[_Bound], most: int | None, say: Calla
             if bound.seconds > best and _percents(bound.seconds, best) > _percents(ranked[most - 1].plan.seconds, best):
                 break
         say(f"{_axes(bound.strategy)}: {number + 1} of {len(bounds)} tried, {len(found)} fit")
-        plan = bound.planner.estimate(bound.strategy)
+        try:
+            plan = bound.planner.estimate(bound.strategy)
+        except ValueError:
+            if bound.strategy.pipeline == 1:
+                raise
+            continue  # micro-batches that the schedule does not take
         if plan.fits:
             found.append(_beside(asked, plan))
     return ranked_by_time(found)[:most] if found else []
 
 
 def _axes(strategy: Strategy) -> str:
-    names = (("TP", strategy.tensor), ("CP", strategy.context), ("EP", strategy.experts))
+    names = (("TP", strategy.tensor), ("CP", strategy.context), ("EP", strategy.experts), ("PP", strategy.pipeline))
     return ", ".join(f"{name} {degree}" for name, degree in names if degree > 1) or "data parallelism"
 
 
@@ -296,7 +331,7 @@ def candidates(asked: Strategy, node: int, *, meshes: bool = True) -> Iterator[S
     samples = asked.micro * asked.accumulate
     micros = [n for n in range(1, samples + 1) if samples % n == 0]
     # Of the ranks that have the same part of each layer so many are in a node.
-    ranks, node = asked.ranks // asked.tensor, max(node // asked.tensor, 1)
+    ranks, node = asked.ranks // asked.pipeline // asked.tensor, max(node // asked.tensor, 1)
     few = [node] if ranks % node == 0 else []
     shared = sharing(ranks, node) if meshes else few
     replicas = sorted({1, asked.replicas, *(ranks // n for n in shared)})
@@ -306,8 +341,10 @@ def candidates(asked: Strategy, node: int, *, meshes: bool = True) -> Iterator[S
         shard = ranks // copies
         if shard % asked.context or shard * asked.tensor % asked.experts:
             continue
-        # Gradients of several micro-batches stay whole on every rank, unless each is reduced.
-        for reshard, each in product(_reshards(shard, node), (False, True) if micro < samples else (asked.send_each,)):
+        # Gradients of several micro-batches stay whole on every rank, unless each is reduced. A pipeline reduces once.
+        sends = (False, True) if micro < samples else (asked.send_each,)
+        sends, reshards = (sends, _reshards(shard, node)) if asked.pipeline == 1 else ((False,), [False, True])
+        for reshard, each in product(reshards[: 1 if shard == 1 else None], sends):
             yield replace(
                 asked,
                 replicas=copies,
@@ -323,31 +360,29 @@ def degrees(asked: Strategy, node: int) -> Iterator[Strategy]:
     """`asked` with another degree of one axis, inside of a node, and as many samples of a step of all ranks; none where
     these cannot be divided so.
 
-    >>> [(s.tensor, s.micro, s.accumulate) for s in degrees(Strategy(8, micro=2), 4) if s.context == s.experts == 1]
+    >>> [(s.tensor, s.micro, s.accumulate) for s in degrees(Strategy(8, micro=2), 4) if s.tensor > 1]
     [(2, 2, 2), (4, 2, 4)]
     """
     samples = asked.micro * asked.accumulate
-    own = asked.tensor, asked.context, asked.experts
-    for place, most in enumerate((node, node, asked.ranks)):
+    own = asked.tensor, asked.context, asked.experts, asked.pipeline
+    for place, most in enumerate((node, node, asked.ranks, asked.ranks)):
         for degree in (n for n in range(1, most + 1) if asked.ranks % n == 0 and n != own[place]):
             changed = [*own]
             changed[place] = degree
-            tensor, context, experts = changed
-            every, left = divmod(samples * tensor * context, asked.tensor * asked.context)
+            tensor, context, experts, pipeline = changed
+            alike = asked.tensor * asked.context * asked.pipeline
+            every, left = divmod(samples * tensor * context * pipeline, alike)
             if left:
                 continue
             micro = gcd(asked.micro, every)
+            dials: dict[str, Any] = {"tensor": tensor, "context": context, "experts": experts, "pipeline": pipeline}
+            if (pipeline > 1) is not (asked.pipeline > 1):
+                dials |= {"reshard": pipeline == 1, "root_reshard": None if pipeline == 1 else False}
+                dials |= {"schedule": "1F1B", "stages": 1, "send_each": False}
+            else:
+                dials["reshard"] = bool(asked.reshard)
             try:
-                yield replace(
-                    asked,
-                    replicas=1,
-                    reshard=bool(asked.reshard),
-                    tensor=tensor,
-                    context=context,
-                    experts=experts,
-                    micro=micro,
-                    accumulate=every // micro,
-                )
+                yield replace(asked, replicas=1, micro=micro, accumulate=every // micro, **dials)
             except ValueError:
                 continue  # it does not divide the ranks
 
@@ -393,7 +428,7 @@ def differences(asked: Strategy, other: Strategy) -> list[str]:
     """Says in words what another strategy changes."""
     found = [
         f"{name} {getattr(other, axis)}" if getattr(other, axis) > 1 else f"no {name}"
-        for axis, name in (("tensor", "TP"), ("context", "CP"), ("experts", "EP"))
+        for axis, name in (("tensor", "TP"), ("context", "CP"), ("experts", "EP"), ("pipeline", "PP"))
         if getattr(other, axis) != getattr(asked, axis)
     ]
     if other.micro != asked.micro or other.accumulate != asked.accumulate:

@@ -51,19 +51,24 @@ class Simulation:
         limits: Limits | None = None,
         records: Sequence[UnitRecord] | None = None,
         brief: bool = False,
+        beside: Simulation | None = None,
     ) -> None:
         """`limits`: None for those that the engine has on such hardware. `records`: of `units`, with what the rules
-        read about them. `brief`: as of `simulate`."""
+        read about them. `brief`: as of `simulate`. `beside`: another model of the same rank, with whose bytes and clock
+        this one counts."""
         if limits is None:
             limits = Limits(strategy.prefetch_depth, send_buffers=None if hardware.blocking else SEND_BUFFERS)
         self.units, self.strategy, self.brief = units, strategy, brief
         self.schedule = RunRecord(list(records or map(record_of, units, range(len(units)))))
         self.schedule.prefetch_depth = limits.prefetch_depth
         self.schedule.prefetch_nbytes = limits.prefetch_nbytes
-        # On the device, and in host memory.
-        self.bytes, self.host = Bytes(), Bytes()
+        # The bytes on the device, and in host memory.
+        self.bytes: Bytes = Bytes() if beside is None else beside.bytes
+        self.host: Bytes = Bytes() if beside is None else beside.host
         self.pool = Pool(self.bytes, keep=hardware.blocking)
-        self.clock = Clock(hardware, itemsize_of(units, strategy), compiled=strategy.compiled, float8=strategy.float8)
+        dials = {"compiled": strategy.compiled, "float8": strategy.float8}
+        itemsize = itemsize_of(units, strategy)
+        self.clock: Clock = Clock(hardware, itemsize, **dials) if beside is None else beside.clock
         self.reductions = Reductions(strategy, limits, self.bytes, self.host, self.pool, self.clock)
         self.measured = False
         self.phase = ""
@@ -81,7 +86,22 @@ class Simulation:
                 there.add("parameters", unit.shape.title, group.memory.shard_nbytes)
                 there.add("optimizer", unit.shape.title, group.state_nbytes)
             self.bytes.add("full parameters", unit.shape.title, unit.staying_nbytes)
-        self.bytes.add("buffers", "", buffer_nbytes)
+        self.bytes.add("buffers", self.key, buffer_nbytes)
+
+    @property
+    def key(self) -> str:
+        """The name of its activations."""
+        return ""
+
+    @property
+    def turn(self) -> str:
+        """The phase between forward and backward."""
+        return "loss"
+
+    @property
+    def elsewhere(self) -> float:
+        """Bytes of the activations on the tape that are counted elsewhere."""
+        return 0.0
 
     @property
     def found(self) -> Simulated:
@@ -137,32 +157,40 @@ class Simulation:
 
     def _pass(self, step: Step) -> None:
         """One forward and backward."""
-        run, records = self.schedule, self.schedule.units
-        for span in step.spans:
+        self._play(step.spans)
+        self._bring(step.brought)
+        self._pass_on("tp", "all_reduce of inputs' digests", 16.0)
+        self._end_backward()
+
+    def _play(self, spans: Sequence[Span]) -> None:
+        """Spans of a forward or a backward, each after its event."""
+        for span in spans:
             event = span.event
             if event is not None and event.kind == "loss":
-                self.phase = "loss"
+                self.phase = self.turn
             elif event is not None and event.unit >= 0:
-                self._event(event.kind, records[event.unit], event.use)
+                self._event(event.kind, self.schedule.units[event.unit], event.use)
             self._span(span)
-        self._bring(step)
+
+    def _end_backward(self) -> None:
+        run, records = self.schedule, self.schedule.units
         present = [self.gradients[record.index] > 0 for record in records]
         self.phase = "end of backward"
         self._do(rules.backward_end(run, records[0], present))
-        self.bytes.set("activations", "", 0.0)
-        self.bytes.set("loss", "", 0.0)
-        self.host.set("activations", "", 0.0)
+        self.bytes.set("activations", self.key, 0.0)
+        self.bytes.set("loss", self.key, 0.0)
+        self.host.set("activations", self.key, 0.0)
         self._note()
 
-    def _bring(self, step: Step) -> None:
-        """Gradients that are sums over `tp`, and what ranks of `tp` compare of a batch; one message for each."""
-        ranks, stride = self.strategy.group("tp")
-        if ranks == 1:
-            return
+    def _bring(self, brought: Sequence[tuple[str, int]]) -> None:
+        """Gradients that are sums over `tp`; one message for each."""
         wide = max(self.clock.itemsize, itemsize(self.strategy.reduce) if self.strategy.reduce else 0)
-        found = [(operation, float(numel * wide)) for operation, numel in step.brought]
-        for operation, nbytes in [*found, ("all_reduce of inputs' digests", 16.0)]:
-            self.clock.pass_on(Message(Work(), "tp", operation, nbytes), ranks, stride, "root")
+        for operation, numel in brought:
+            self._pass_on("tp", operation, float(numel * wide))
+
+    def _pass_on(self, axis: str, operation: str, nbytes: float) -> None:
+        ranks, stride = self.strategy.group(axis)
+        self.clock.pass_on(Message(Work(), axis, operation, nbytes), ranks, stride, "root")
 
     def _event(self, kind: str, record: UnitRecord, use: int) -> None:
         """Report to the rules what the engine's hooks report."""
@@ -206,21 +234,22 @@ class Simulation:
             # On the stream of compute: nothing runs beside them.
             arrives = self.clock.upload(span.work.copied, round(span.work.copies))
             self.clock.wait(arrives, name, "copies of activations")
-        self.host.set("activations", "", span.hosted)
+        self.host.set("activations", self.key, span.hosted)
         for there, share, when in ((span.peak, span.ready, begun), (span.end, 1.0 - span.ready, self.clock.now)):
+            there = max(there - self.elsewhere, 0.0)
             if not span.gradients and not span.loss and not self.bytes.kinds["loss"]:
-                self.bytes.set("activations", "", there)
+                self.bytes.set("activations", self.key, there)
                 self._note(when)
                 continue
             # What goes first makes room for what comes.
-            self.bytes.set("loss", "", 0.0)
-            self.bytes.set("activations", "", min(there, self.bytes.nbytes("activations", "")))
+            self.bytes.set("loss", self.key, 0.0)
+            self.bytes.set("activations", self.key, min(there, self.bytes.nbytes("activations", self.key)))
             for index, nbytes in span.gradients:
                 if share:
                     self._come(self.units[index], self.schedule.units[index], nbytes * share)
             loss = min(span.loss, there)
-            self.bytes.set("activations", "", there - loss)
-            self.bytes.set("loss", "", loss)
+            self.bytes.set("activations", self.key, there - loss)
+            self.bytes.set("loss", self.key, loss)
             self._note(when)
 
     def _come(self, unit: Unit, record: UnitRecord, nbytes: float) -> None:
@@ -325,17 +354,22 @@ class Simulation:
         if held:
             self.touched.append(name)
         whole = self.bytes.nbytes("gradients", name)
+        # Without new ones the message is made of those that are held, which stay until all are handed over.
+        alone = held and not whole
         groups = [(group, group.sent) for group in unit.groups if group.sent is not None]
         made = sum(sent.gradient_nbytes for _, sent in groups)
         copied = 0.0
         for group, sent in groups:
             self.reductions.make_room()
             own = whole * sent.gradient_nbytes / max(made, 1)
-            if held:
+            if held and not alone:
                 own = self._sum_with_held(name, sent, own)
             # The executor has the gradients of a group until it takes those of the next one.
             self.bytes.add("gradients", name, -copied)
-            copied = self.reductions.issue(unit, group, own, held=held)
+            if alone:
+                self.reductions.issue(unit, group, 0.0, held=True)
+            else:
+                copied = self.reductions.issue(unit, group, own, held=held)
         self.reductions.limit()
         self.bytes.clear("gradients", name)
 
@@ -391,33 +425,35 @@ class Simulation:
 
     # ---- optimizer -------------------------------------------------------------------------------------------
 
-    def _optimize(self) -> None:
-        """Elementwise: parameters and state are read and written, gradients read. Then gradients are freed."""
+    def _optimize(self, units: Sequence[Unit] | None = None) -> None:
+        """Elementwise: parameters and state are read and written, gradients read. Then gradients are freed. `units`:
+        of all models of this rank."""
         self.phase = "optimizer"
+        units = self.units if units is None else units
         hardware, offload = self.clock.hardware, self.strategy.offload
-        groups = [group for unit in self.units for group in unit.groups if group.sent is not None]
+        groups = [group for unit in units for group in unit.groups if group.sent is not None]
         if self.strategy.optimizer != "none" and groups and self.measured:
             written = sum(group.sent.reduced_nbytes + group.state_nbytes for group in groups if group.sent is not None)
             read = sum(group.sent.reduced_nbytes for group in groups if group.sent is not None)
             rate = hardware.host if offload else hardware.bandwidth * hardware.stream
             there = self.host if offload else self.bytes
             begun = self.clock.now
-            there.add("optimizer step", "", self._made_in_step(groups))
+            there.add("optimizer step", "", self._made_in_step(units, groups))
             self._note()
             there.clear("optimizer step", "")
             self.clock.now += (2 * written + read) / rate
             self.found.optimizer_seconds = self.clock.now - begun
-        for unit in self.units:
+        for unit in units:
             self.bytes.clear("gradients of shards", unit.shape.title)
             self.host.clear("gradients of shards", unit.shape.title)
         self._note()
 
-    def _made_in_step(self, groups: Sequence[Group]) -> float:
+    def _made_in_step(self, units: Sequence[Unit], groups: Sequence[Group]) -> float:
         """The bytes that a step makes. Muon's also sends, and computes products."""
         if self.strategy.optimizer != "muon":
             return _step_nbytes(groups, OPTIMIZERS[self.strategy.optimizer])
         ranks, stride = self.strategy.shard, self.strategy.tensor
-        step = self.found.owners = owners_step(self.units, ranks)
+        step = self.found.owners = owners_step(units, ranks)
         hardware = self.clock.hardware
         # The products are in bfloat16, whatever the model computes in.
         flops = step.flops * hardware.peak_flops(self.clock.itemsize) / hardware.peak_flops(2)

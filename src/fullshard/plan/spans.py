@@ -94,6 +94,13 @@ class Step:
     def held_nbytes(self) -> float:
         return sum(nbytes for _, nbytes in self.held)
 
+    def parts(self) -> tuple[tuple[Span, ...], tuple[Span, ...], tuple[Span, ...]]:
+        """The spans of the forward, of the backward, and of its gradients of weights, where these are apart."""
+        places = {span.event.kind: place for place, span in enumerate(self.spans) if span.event and span.event.unit < 0}
+        loss = places["loss"]
+        weights = places.get("weights", len(self.spans))
+        return self.spans[:loss], self.spans[loss:weights], self.spans[weights:]
+
 
 def steps_of(model: Model, recompute: str | Sequence[str] = NONE, *, compiled_loss: bool = False) -> Step:
     """The step of `model`. `recompute`: a way (`recomputation`) for all units but the root, or one for each unit.
@@ -154,11 +161,11 @@ _EVENTS = {
     Kind.EXIT: "post_forward",
     Kind.BACKWARD: "pre_backward",
     Kind.REACHED: "pre_backward",
-    Kind.REACHED: "pre_backward",
     Kind.INPUTS_REACHED: "inputs_reached",
     Kind.BACKWARD_END: "backward_over",
     Kind.GRADS_READY: "grads_ready",
     Kind.LOSS: "loss",
+    Kind.WEIGHTS: "weights",
 }
 
 

@@ -74,9 +74,13 @@ class Strategy:
     `compiled_loss`: the loss is, which changes what it holds (`compiled`).
     `hosts`: on which the ranks are, equally many on each; `ways`: of messages between them, None for the fastest on the
     hardware.
+    `pipeline`: ranks of a pipeline, whose micro-batches `accumulate` counts; `stages`: of each of these ranks, by the
+    schedule of that name.
 
     >>> Strategy(ranks=16, replicas=2).shard, Strategy(ranks=16, replicas=2, tensor=4).shard
     (8, 2)
+    >>> Strategy(ranks=16, pipeline=2, tensor=2).shard
+    4
     """
 
     ranks: int = 1
@@ -103,22 +107,32 @@ class Strategy:
     experts: int = 1
     hosts: int = 1
     ways: Ways | None = None
+    pipeline: int = 1
+    schedule: str = "1F1B"
+    stages: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("ranks", "replicas", "micro", "accumulate", "tensor", "context", "experts", "hosts"):
+        for name in ("ranks", "replicas", "micro", "accumulate", "tensor", "context", "experts", "hosts", "pipeline"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}: expected at least 1, found {getattr(self, name)}")
-        if self.ranks % self.tensor:
-            raise ValueError(f"tensor: expected a number that divides the {self.ranks} ranks, found {self.tensor}")
-        if self.ranks // self.tensor % self.replicas:
+        if self.ranks % self.pipeline:
+            raise ValueError(f"pipeline: expected a number that divides the {self.ranks} ranks, found {self.pipeline}")
+        if self.ranks // self.pipeline % self.tensor:
+            ranks = self.ranks // self.pipeline
+            raise ValueError(f"tensor: expected a number that divides the {ranks} ranks, found {self.tensor}")
+        if self.ranks // self.pipeline // self.tensor % self.replicas:
             alike = "" if self.tensor == 1 else f" that have the same part of each layer, of {self.ranks}"
-            ranks = self.ranks // self.tensor
+            ranks = self.ranks // self.pipeline // self.tensor
             raise ValueError(
                 f"replicas: expected a number that divides the {ranks} ranks{alike}, found {self.replicas}"
             )
         if self.ranks % self.hosts:
             raise ValueError(f"hosts: expected a number that divides the {self.ranks} ranks, found {self.hosts}")
-        if self.hosts > 1 and self.tensor * self.context * self.experts > 1:
+        if self.pipeline > 1 and self.send_each and self.accumulate > 1:
+            raise ValueError("send_each: expected gradients that a pipeline reduces once in a step, found each of them")
+        if self.pipeline > 1 and self.context > 1:
+            raise ValueError(f"context: expected whole sequences in a pipeline, found {self.context} parts")
+        if self.hosts > 1 and self.tensor * self.context * self.experts * self.pipeline > 1:
             raise ValueError(f"hosts: expected data parallelism alone, found {self}; plan one host")
         if self.hosts > 1 and self.optimizer == "muon":
             problem = "its matrices go to their owners, and are not counted by host; plan one host"
@@ -142,7 +156,7 @@ class Strategy:
     @property
     def shard(self) -> int:
         """How many ranks share the parameters."""
-        return self.ranks // self.tensor // self.replicas
+        return self.ranks // self.pipeline // self.tensor // self.replicas
 
     def stride(self, shards: int) -> int:
         """How far apart the ranks are of which `shards` share a parameter: those along `tp`, or with other experts, are
@@ -155,12 +169,17 @@ class Strategy:
 
     def group(self, axis: str) -> tuple[int, int]:
         """How many ranks an axis of divided layers joins, and how far apart they are: neighbours share a layer, then a
-        sequence; experts are divided over neighbours.
+        sequence; experts are divided over neighbours; the stages of a pipeline are furthest apart.
 
         >>> Strategy(ranks=16, tensor=4, context=2).group("tp"), Strategy(ranks=16, tensor=4, context=2).group("cp")
         ((4, 1), (2, 4))
         """
-        return {"tp": (self.tensor, 1), "cp": (self.context, self.tensor), "ep": (self.experts, 1)}[axis]
+        return {
+            "tp": (self.tensor, 1),
+            "cp": (self.context, self.tensor),
+            "ep": (self.experts, 1),
+            "pp": (self.pipeline, self.ranks // self.pipeline),
+        }[axis]
 
     @cached_property
     def placed(self) -> HostGroups:
@@ -200,6 +219,8 @@ class Strategy:
             words.append(f"HSDP {self.replicas} x {self.shard}")
         words += [f"TP {self.tensor}"] * (self.tensor > 1) + [f"CP {self.context}"] * (self.context > 1)
         words += [f"EP {self.experts}"] * (self.experts > 1)
+        each = f" with {self.stages} stages each" * (self.stages > 1)
+        words += [f"PP {self.pipeline} {self.schedule}{each}"] * (self.pipeline > 1)
         words.append(f"micro-batch {self.micro}" + (f" x {self.accumulate}" if self.accumulate > 1 else ""))
         if isinstance(self.recompute, str):
             kept = without_host(self.recompute)
@@ -346,7 +367,7 @@ class Unit:
 
 def units_of(model: Model, strategy: Strategy) -> tuple[Unit, ...]:
     """Every unit of the model, the root first."""
-    return tuple(_unit(shape, i == 0, strategy) for i, shape in enumerate(model.units))
+    return tuple(_unit(shape, not shape.name, strategy) for shape in model.units)
 
 
 def even_dim(shape: tuple[int, ...], world: int) -> int | None:
@@ -373,7 +394,8 @@ def _unit(shape: UnitShape, outer: bool, strategy: Strategy) -> Unit:
     part = 0 if isinstance(reshard, bool) or reshard == strategy.shard else int(reshard)
     shards = next((p.shards for p in shape.parameters if p.shards), strategy.shard)
     if shards != strategy.shard:  # experts, on a mesh of their own
-        strategy = replace(strategy, ranks=shards * strategy.replicas, tensor=1, context=1, experts=1)
+        ranks = shards * strategy.replicas * strategy.pipeline
+        strategy = replace(strategy, ranks=ranks, tensor=1, context=1, experts=1)
     kinds: dict[tuple[str, str], list[Parameter]] = {}
     for parameter in shape.parameters:
         parameter = replace(parameter, placed=_placed(parameter, strategy))
@@ -457,7 +479,7 @@ def _layouts(
         exchanges, in_levels = strategy.placed.exchanges, strategy.placed.levels is not None
     sums_here = (exchanges or in_levels) and world > 1
     # A window holds gradients in the reduce dtype, and sends them in it.
-    held = reduce if strategy.accumulate > 1 and not strategy.send_each else 0
+    held = reduce if (strategy.accumulate > 1 or strategy.pipeline > 1) and not strategy.send_each else 0
     memory = UnitMemory(
         "",
         pack,

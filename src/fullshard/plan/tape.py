@@ -63,7 +63,10 @@ def record(
     host what autograd saves. `loss_context`: where loss and backward run. `known`: tensors of the batch, with what is
     in them. `on_cpu`: the step runs on a CPU, whose fused attention and dropout differ from those of a device.
     Parameters may be DTensors of a model that is divided over a fake group: then the tape is that of one of its ranks,
-    and messages are operations."""
+    and messages are operations.
+
+    Of a stage of a pipeline `program.loss` returns its backward instead of a loss: a function that is called with one
+    that makes a tensor that was received, and one to call where gradients of weights begin, if these are apart."""
     divided = any(isinstance(p, DTensor) for p in model.parameters())
 
     def once() -> Tape:
@@ -75,13 +78,16 @@ def record(
         slots = slots_of(model, unit_of, shards)
         kernels, forwards = Kernels(on_cpu), _wrapped(model, place, recorder, compute, on_host, slots)
         with kernels, loss_context(), forwards, recorder, _noting(recorder):
-            loss = program.loss(model, batch)
-            if not isinstance(loss, Tensor) or loss.numel() != 1:
-                what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
-                raise ValueError(f"expected a loss of one element, found {what}")
+            loss: Any = program.loss(model, batch)
             recorder.write(Line(Kind.LOSS, OUTSIDE))
             recorder.backward = True
-            loss.backward()
+            if callable(loss):
+                loss(recorder.received, lambda: recorder.write(Line(Kind.WEIGHTS, OUTSIDE)))
+            elif isinstance(loss, Tensor) and loss.numel() == 1:
+                loss.backward()
+            else:
+                what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+                raise ValueError(f"expected a loss of one element, found {what}")
             recorder.backward = False
         return _tape(recorder, model, batch, unit_of, others)
 
@@ -227,6 +233,14 @@ class _Recorder(TorchDispatchMode):
         use = OUTSIDE if once else self._use
         self.write(Line(Kind.OP, use, nbytes, 0, f"{MESSAGE}{axis}:{operation}"))
         self._ran += 1
+
+    def received(self, tensor: Tensor) -> Tensor:
+        """Returns a tensor like `tensor` of memory that was there before."""
+        self._pauses = True
+        found = torch.empty_like(next(_plain([tensor])))
+        self._pauses = False
+        self._numbers[storage_key(found.untyped_storage())] = -1
+        return found
 
     def number(self, tensor: Tensor) -> int:
         """The number of the tensor's storage; below 0 if it was there before."""

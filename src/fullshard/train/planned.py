@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -12,10 +13,13 @@ from typing import Any
 import torch
 
 from fullshard.migrate.declared import noted_by
+from fullshard.migrate.parallelism import Parallelism
+from fullshard.migrate.schedules import find_schedule
 from fullshard.plan import Plan, Planner, Strategy, find_hardware
 from fullshard.plan.description import Model
-from fullshard.plan.facts import describe, measured_cpu, physical_nbytes
+from fullshard.plan.facts import describe, describe_stages, measured_cpu, physical_nbytes
 from fullshard.plan.machine import PROFILES
+from fullshard.plan.pipeline import Table, read_table
 from fullshard.plan.recomputation import keeping, on_host
 from fullshard.plan.result import duration, gigabytes
 from fullshard.plan.search import Ways
@@ -67,9 +71,6 @@ def strategy_of(config: Config, world: int, backend: str) -> Strategy:
         config.sharding.sharding,
         config.axes(world),
     )
-    if axes.pp > 1:
-        name = "sharding.parallelism.pipeline_parallel_degree"
-        raise invalid(name, axes.pp, "fullshard plan does not count the stages of a pipeline", "1")
     if config.optimizer.name not in _PLANNED:
         problem = "fullshard plan does not count its state"
         raise invalid("optimizer.name", config.optimizer.name, problem, '"adamw"')
@@ -77,7 +78,7 @@ def strategy_of(config: Config, world: int, backend: str) -> Strategy:
     if config.optimizer.name == "sgd" and not config.optimizer.momentum:
         optimizer = "sgd"
     param, reduce, _ = config.sharding.precision.dtypes
-    kept = sharding.reshard_after_forward
+    kept, plan = config.reshards, config.sharding.parallel
     return Strategy(
         ranks=world,
         replicas=axes.dp_replicate,
@@ -95,7 +96,41 @@ def strategy_of(config: Config, world: int, backend: str) -> Strategy:
         tensor=axes.tp,
         context=axes.cp,
         experts=axes.ep,
+        pipeline=axes.pp,
+        schedule=plan.pipeline_parallel_schedule,
+        stages=plan.num_stages // axes.pp,
     )
+
+
+def described_by(
+    plan: Parallelism, program: Program, name: str, ranks: int, output: str | None = None, **sizes: Any
+) -> Model:
+    """`program` as data, as one rank of `ranks` has it by `plan`; of a pipeline each of its stages. `output`: the dtype
+    of what stages give, None for the one that it has."""
+    cuts = plan.tensor_parallel_degree > 1
+    shared = plan.context_parallel_degree > 1 or plan.expert_parallel_degree > 1
+    sizes |= {"tensor": plan.tensor_parallel_degree, "shared": shared}
+    if plan.pipeline_parallel_degree == 1:
+        return describe(program, name, **sizes)
+    # torch's pipelines are imported where there are any.
+    from fullshard.migrate.stage_programs import StagePrograms
+
+    program = program if cuts or shared else replace(program, parallelize=None)
+    dtype = None if output is None else getattr(torch, output)
+    return describe_stages(StagePrograms(program, plan, plan.on(ranks), output=dtype), name, **sizes)
+
+
+@lru_cache(maxsize=64)
+def _table(schedule: str, ranks: int, stages: int, number: int) -> Table:
+    from fullshard.migrate.schedule_tables import rows_of
+
+    return read_table(rows_of(find_schedule(schedule), ranks, stages, number))
+
+
+def table_of(strategy: Strategy) -> Table:
+    """Returns what the ranks of the pipeline of `strategy` do, action by action. Raises `ConfigError` for a number of
+    micro-batches that its schedule does not take."""
+    return _table(strategy.schedule, strategy.pipeline, strategy.stages, strategy.accumulate)
 
 
 def _recomputed(config: Config) -> str | tuple[str, ...]:
@@ -142,12 +177,13 @@ def plan_here(config: Config, world: int) -> Plan:
     strategy = strategy_of(config, world, hardware.backend)
 
     def described(samples: int, sequence: int | None, compute: str, alone: bool, recompute: Ways) -> Model:
-        sizes: dict[str, Any] = {"samples": samples, "compute": compute, "alone": alone, "tensor": strategy.tensor}
+        sizes: dict[str, Any] = {"samples": samples, "compute": compute, "alone": alone, "recompute": recompute}
         sizes["on_cpu"] = hardware.blocking
-        sizes["shared"] = strategy.context > 1 or strategy.experts > 1
-        return describe(programs(sequence), "the trainer's model", recompute=recompute, **sizes)
+        keys = config.sharding
+        name, output = "the trainer's model", keys.precision.dtypes[2]
+        return described_by(keys.parallel, programs(sequence), name, world, output, **sizes)
 
-    return Planner(described, hardware).plan(strategy)
+    return Planner(described, hardware, table=table_of).plan(strategy)
 
 
 def compared(plan: Plan, run_dir: Path) -> str:

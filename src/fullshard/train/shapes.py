@@ -108,9 +108,12 @@ def _program(
 
     def loss(model: nn.Module, batch: Any) -> Tensor:
         tokens, targets = batch
-        return F.cross_entropy(logits(model, tokens).flatten(0, 1).float(), targets.flatten())
+        return loss_fn(logits(model, tokens), targets)
 
-    return Program(build, loss, batch)
+    def loss_fn(output: Any, target: Tensor) -> Tensor:
+        return F.cross_entropy(output.flatten(0, 1).float(), target.flatten())
+
+    return Program(build, loss, batch, loss_fn=loss_fn)
 
 
 def _logits(model: nn.Module, tokens: Tensor) -> Tensor:

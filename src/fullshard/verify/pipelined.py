@@ -22,9 +22,10 @@ from fullshard.migrate.pipeline import Pipeline, check_units, make_pipeline, ref
 from fullshard.migrate.pipeline_stages import keep_stages
 from fullshard.migrate.relations import Relations
 from fullshard.migrate.sequences import ContextParallel, parts_of_step
+from fullshard.migrate.stage_programs import Calls
 from fullshard.migrate.stage_ties import SharedParameters
 from fullshard.migrate.tree import Tree
-from fullshard.program import Program, ProgramError
+from fullshard.program import Program, ProgramError, parts_of
 
 from .setting import SEED, named, seed_generators, seed_of
 from .strategy import Strategy
@@ -37,15 +38,7 @@ class Stages:
 
     def __init__(self, program: Program, model: nn.Module, strategy: Strategy, axes: Axes, mesh: DeviceMesh) -> None:
         self.program, self.plan, self.axes, self.mesh = program, strategy.parallelism, axes, mesh
-        names = {module: name for name, module in model.named_modules()}
-        # The calls that the program makes for the whole model: names of modules, and options.
-        self._calls: list[tuple[list[str], dict[str, Any]]] = []
-
-        def note(module: Any, **options: Any) -> None:
-            modules = [module] if isinstance(module, nn.Module) else list(module)
-            self._calls.append(([names[each] for each in modules], options))
-
-        program.shard(model, note)
+        self._calls = Calls(program, model)
         tree = Tree(model)
         self.split = split_model(tree, self.plan, axes, mesh.get_local_rank("pp"))
         self.shared = SharedParameters(tree, self.split.ties, self.split.own)
@@ -55,17 +48,8 @@ class Stages:
         self.losses: list[Tensor] = []
 
     def shard(self, _: nn.Module, fully_shard: Callable[..., Any]) -> None:
-        """Apply the calls to what is in a stage of this rank; a unit of several stages is one in each."""
-        for names, options in self._calls:
-            by_stage: dict[int, list[nn.Module]] = {}
-            for name in names:
-                for number, stage in self.modules.items():
-                    if not name:
-                        by_stage.setdefault(number, []).append(stage)
-                    elif self.split.stage_of(name) == number:
-                        by_stage.setdefault(number, []).append(stage.get_submodule(name))
-            for modules in by_stage.values():
-                fully_shard(modules[0] if len(modules) == 1 else modules, **options)
+        """Apply the calls of the program to what is in a stage of this rank."""
+        self._calls.apply(self.split, self.modules, fully_shard)
 
     def places(self, model: nn.Module) -> dict[str, int]:
         """The stage that has each parameter of `model`, by its name."""
@@ -95,21 +79,6 @@ class Stages:
         loss = self.program.loss_fn(output, target)
         self.losses.append(loss.detach())
         return loss
-
-
-def parts_of(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any], Tensor]:
-    """The inputs and the target of a batch: the last of a tuple or list, the entry `labels` of a mapping, whose first
-    entry is the input of the first stage. Raises `ProgramError` for another."""
-    if isinstance(batch, (tuple, list)) and len(batch) > 1 and isinstance(batch[-1], Tensor):
-        return tuple(batch[:-1]), {}, batch[-1]
-    if isinstance(batch, Mapping) and isinstance(batch.get("labels"), Tensor) and len(batch) > 1:
-        rest = {key: value for key, value in batch.items() if key != "labels"}
-        first = next(iter(rest))
-        return (rest.pop(first),), rest, batch["labels"]
-    raise ProgramError(
-        f"pp: expected batches (inputs, ..., target), or a mapping with labels, found a {type(batch).__name__}; return "
-        f"the target apart from the inputs"
-    )
 
 
 def together(batches: Sequence[Any]) -> Any:
