@@ -210,4 +210,5 @@ def test_widths_that_do_not_divide() -> None:
         with pytest.raises(ConfigError, match=r"expert_tensor_parallel_degree = 4: must divide the width of an expert"):
             prepare_fully_shard(model, parallelism=plan, show=False)
 
+    family("Qwen3Moe")  # imported before ranks, which are threads, do it at once
     run_ranks(8, rank_main)
