@@ -174,10 +174,10 @@ def test_the_search_tries_the_degrees_that_divide_the_model(
 
     def noted(self: Planner, asked: Strategy) -> Iterator[tuple[Planner, Strategy]]:
         for planner, strategy in divided(self, asked):
-            tried.append((strategy.tensor, strategy.context, strategy.experts))
+            tried.append((strategy.tensor, strategy.context, strategy.experts, strategy.pipeline))
             yield planner, strategy
 
     monkeypatch.setattr(Planner, "_divided", noted)
     code, out, error = planned(capsys, f"{__name__}:small", "--ranks", "4", "--search")
-    assert (code, error) == (0, "") and tried == [(2, 1, 1)]
+    assert (code, error) == (0, "") and tried == [(2, 1, 1, 1), (1, 1, 1, 2)]
     assert "what fits, the fastest first" in out

@@ -11,7 +11,7 @@ from fullshard.plan.account import Simulated
 from fullshard.plan.clock import whole_nbytes
 from fullshard.plan.description import MESSAGE, OUTSIDE, WAIT, Kind, Line, Model, Parameter, Tape, UnitShape
 from fullshard.plan.machine import Hardware
-from fullshard.plan.search import Change, Describe, degrees
+from fullshard.plan.search import Change, Degrees, Describe, degrees
 from fullshard.plan.simulation import simulate
 from fullshard.plan.spans import Message, Work, scaled, steps_of
 from tests.pure.test_plan import PLAIN
@@ -153,11 +153,12 @@ def test_other_degrees_have_the_same_samples_of_all_ranks_and_stay_in_a_node() -
     found = list(degrees(asked, node=8))
     assert {s.tensor for s in found} == {1, 2, 4, 8} and max(s.context for s in found) == 8
     for s in found:
-        share = s.ranks // s.tensor // s.context
+        share = s.ranks // s.tensor // s.context // s.pipeline
         assert s.micro * s.accumulate * share == 6 * 8, s
-        assert [s.tensor != 2, s.context != 1, s.experts != 1].count(True) == 1, "one axis at a time"
+        assert [s.tensor != 2, s.context != 1, s.experts != 1, s.pipeline != 1].count(True) == 1, "one axis at a time"
     # Seven samples of two ranks that share a layer cannot be those of four that do not.
-    assert all(s.tensor != 1 for s in degrees(Strategy(8, tensor=4, micro=3), node=8) if s.context == 1)
+    others = degrees(Strategy(8, tensor=4, micro=3), node=8)
+    assert all(s.tensor != 1 for s in others if s.context == s.pipeline == 1)
 
 
 def searched(legal: dict[tuple[int, int, int], int], hardware: Hardware, **given: float) -> list[Change]:
@@ -166,8 +167,8 @@ def searched(legal: dict[tuple[int, int, int], int], hardware: Hardware, **given
     def described(work: int) -> Describe:
         return lambda samples, *_: model_of(("aten.mm", work), samples=samples)
 
-    def divide(asked: tuple[int, int, int]) -> Describe | None:
-        return described(legal[asked]) if asked in legal else None
+    def divide(asked: Degrees) -> Describe | None:
+        return described(legal[asked[:3]]) if asked[3] == 1 and asked[:3] in legal else None
 
     planner = Planner(described(1000), hardware, divide=divide, **given)  # type: ignore[arg-type]
     return planner.search(Strategy(4, optimizer="none", compute="float32"))

@@ -594,8 +594,7 @@ def _reshard(text: str) -> bool | int:
 
 
 def _dtype(text: str) -> str:
-    names = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "default": ""}
-    name = names.get(text, text)
+    name = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "default": ""}.get(text, text)
     if name not in ("", "bfloat16", "float16", "float32", "float64"):
         raise ValueError(f"{text}: expected a dtype of bfloat16, float16, float32, float64, or default")
     return name

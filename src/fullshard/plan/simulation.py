@@ -62,14 +62,14 @@ class Simulation:
         self.schedule = RunRecord(list(records or map(record_of, units, range(len(units)))))
         self.schedule.prefetch_depth = limits.prefetch_depth
         self.schedule.prefetch_nbytes = limits.prefetch_nbytes
-        # The bytes on the device, and in host memory.
+        # The bytes on the device.
         self.bytes: Bytes = Bytes() if beside is None else beside.bytes
-        self.host: Bytes = Bytes() if beside is None else beside.host
+        host = Bytes() if beside is None else beside.host
         self.pool = Pool(self.bytes, keep=hardware.blocking)
         dials = {"compiled": strategy.compiled, "float8": strategy.float8}
         itemsize = itemsize_of(units, strategy)
         self.clock: Clock = Clock(hardware, itemsize, **dials) if beside is None else beside.clock
-        self.reductions = Reductions(strategy, limits, self.bytes, self.host, self.pool, self.clock)
+        self.reductions = Reductions(strategy, limits, self.bytes, host, self.pool, self.clock)
         self.measured = False
         self.phase = ""
         # The times at which gathers arrive, and the bytes of gradients that no command took yet; by index of the unit.
@@ -87,6 +87,11 @@ class Simulation:
                 there.add("optimizer", unit.shape.title, group.state_nbytes)
             self.bytes.add("full parameters", unit.shape.title, unit.staying_nbytes)
         self.bytes.add("buffers", self.key, buffer_nbytes)
+
+    @property
+    def host(self) -> Bytes:
+        """The bytes in host memory."""
+        return self.reductions.host
 
     @property
     def key(self) -> str:
