@@ -26,7 +26,7 @@ def test_a_variable_that_is_none_is_named(variable: str) -> None:
 @pytest.mark.parametrize(
     ("variable", "value", "text"),
     [
-        ("FULLSHARD_COMMUNICATION", "fast", "auto, torch, all-to-all, one-level, found 'fast'"),
+        ("FULLSHARD_COMMUNICATION", "fast", "auto, torch, all-to-all, one-level, two-levels, found 'fast'"),
         ("FULLSHARD_WATCH", "never", "auto, always, found 'never'"),
         ("FULLSHARD_REDUCE_DTYPE", "float32", "grad_dtype, param_dtype, found 'float32'"),
         ("FULLSHARD_CHECK", "yes", "a whole number >= 0, found 'yes'"),
