@@ -12,22 +12,22 @@ from fullshard.plan import Planner, Strategy, plan_of
 from fullshard.plan.description import MESSAGE, Kind, Line, Model
 from fullshard.plan.machine import Hardware
 from fullshard.plan.recomputation import on_host
-from fullshard.plan.search import Change, Describe, candidates, degrees, differences
+from fullshard.plan.search import Change, Degrees, Describe, candidates, degrees, differences
 from fullshard.plan.spans import scaled, steps_of
 from tests.pure.test_plan import PLAIN, _model
 
-Divided = Callable[[tuple[int, int, int]], Describe | None]
+Divided = Callable[[Degrees], Describe | None]
 Found = list[tuple[str, float, float]]
 
 
 def naively(described: Describe, divide: Divided, hardware: Hardware, budget: float, asked: Strategy) -> Found:
     """All that fits: each strategy simulated from its own two models, nothing left out and nothing shared."""
-    device, own = not hardware.blocking, (asked.tensor, asked.context, asked.experts)
+    device, own = not hardware.blocking, (asked.tensor, asked.context, asked.experts, asked.pipeline)
     for offload in (False, True) if device and not asked.offload else (asked.offload,):
         for moved in (False, True) if device and not asked.hosts_activations else (False,):
             found: list[tuple[float, int, float, str]] = []
             for strategy in [asked, *degrees(asked, hardware.node)]:
-                axes = strategy.tensor, strategy.context, strategy.experts
+                axes = strategy.tensor, strategy.context, strategy.experts, strategy.pipeline
                 describe = described if axes == own else divide(axes)
                 hosted = moved and strategy.tensor == 1
                 if describe is None or hosted != moved:
@@ -77,7 +77,7 @@ def _cases(seed: int) -> tuple[Describe, Divided, Hardware, float, Strategy]:
 
         return describe
 
-    legal = {(2, 1, 1): 2, (4, 1, 1): 4, (1, 2, 1): 2} if draw.random() < 0.7 else {}
+    legal = {(2, 1, 1, 1): 2, (4, 1, 1, 1): 4, (1, 2, 1, 1): 2} if draw.random() < 0.7 else {}
     hardware = replace(
         PLAIN,
         node=draw.choice([4, 8]),
