@@ -131,6 +131,9 @@ def test_each_micro_batch_goes_through_each_stage_once(name: str, ranks: int, mi
         for number in own:
             assert counts["F", number] == counts["B", number] + counts["W", number] == micros
             assert counts["I", number] == counts["W", number] and counts["REDUCE_GRAD", number] == 1
+            place = {(action.kind, action.micro): i for i, action in enumerate(row) if action.stage == number}
+            after = [place.get(("B", micro), place.get(("I", micro), -1)) for micro in range(micros)]
+            assert all(place["F", micro] < after[micro] for micro in range(micros))
             for kind, other in (("SEND_F", number + 1), ("SEND_B", number - 1)):
                 leaves = 0 <= other < ranks * each and other not in own
                 assert counts[kind, number] == (micros if leaves else 0)

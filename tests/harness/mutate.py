@@ -37,6 +37,10 @@ REPOSITORY = Path(__file__).parent.parent.parent
 SOURCES = "src/fullshard/"
 PACKAGE = REPOSITORY / SOURCES
 # The rules of the schedule first, whose tests are the lifecycle's; the other tables name theirs.
+# Of the tests that a mutation names: those of `make test`, and what `make test-full` runs besides.
+QUICK, SLOW = "not slow", "slow and not beyond"
+# The verdict where these are none.
+_NOTHING = "nothing"
 TABLES = sorted(Path(__file__).parent.glob("mutations*.txt"), key=lambda path: path.stem)
 # In two runs, the direct tests first: most mutations die there, and collecting the others takes longer than that.
 STAGES = (
@@ -168,19 +172,43 @@ def attempt(mutation: Mutation | None, package: Path, stages: Sequence[tuple[str
                 apply(mutation, copy)
             except LookupError as error:
                 return Outcome(mutation, "error", str(error), time.monotonic() - start)
-        for tests in stages or (STAGES if mutation is None else mutation.stages):
-            process = _processes().Process(target=_run_tests, args=(tests, str(copy.parent), str(output)))
-            process.start()
-            process.join(SECONDS)
-            if process.exitcode is None:
-                process.kill()
-                process.join()
-                verdict, detail = "error", f"no end after {SECONDS:.0f} seconds"
-            else:
-                verdict, detail = judge(process.exitcode, output.read_text() if output.exists() else "")
-            if verdict != "survived":
+        # What `make test` leaves out comes after the rest, and of it what `make test-full` runs.
+        for which in (QUICK,) if mutation is None else (QUICK, SLOW):
+            for tests in stages or (STAGES if mutation is None else mutation.stages):
+                verdict, detail = _run(tests, which, copy.parent, output)
+                # A mutation may name tests of one of the two kinds alone.
+                if verdict == _NOTHING and (which == SLOW or mutation is None):
+                    verdict = "survived"
+                if verdict not in ("survived", _NOTHING):
+                    break
+            if verdict not in ("survived", _NOTHING):
                 break
+    if mutation is not None and verdict == "killed" and which == SLOW and not _is_green(detail, package):
+        verdict, detail = "error", f"{detail} is red without any mutation"
     return Outcome(mutation, verdict, detail, time.monotonic() - start)
+
+
+def _run(tests: tuple[str, ...], which: str, folder: Path, output: Path) -> tuple[str, str]:
+    """Verdict and detail of `tests`, of those that `which` selects, with the package in `folder`."""
+    output.unlink(missing_ok=True)
+    process = _processes().Process(target=_run_tests, args=(tests, which, str(folder), str(output)))
+    process.start()
+    process.join(SECONDS)
+    if process.exitcode is None:
+        process.kill()
+        process.join()
+        return "error", f"no end after {SECONDS:.0f} seconds"
+    if process.exitcode == 5:
+        return _NOTHING, ""
+    return judge(process.exitcode, output.read_text() if output.exists() else "")
+
+
+def _is_green(test: str, package: Path) -> bool:
+    with tempfile.TemporaryDirectory(prefix="fullshard-mutate-") as folder:
+        copy = Path(folder).resolve() / "fullshard"
+        shutil.copytree(package, copy, ignore=shutil.ignore_patterns("__pycache__"))
+        # Selected alone it is its whole family, and may be a quick test.
+        return _run((test.partition(" ")[0],), "", copy.parent, Path(folder) / "output.txt")[0] == "survived"
 
 
 def _processes() -> multiprocessing.context.ForkServerContext:
@@ -190,8 +218,8 @@ def _processes() -> multiprocessing.context.ForkServerContext:
     return context
 
 
-def _run_tests(tests: tuple[str, ...], folder: str, output: str) -> None:
-    """In the new process: run `tests` with the package in `folder`."""
+def _run_tests(tests: tuple[str, ...], which: str, folder: str, output: str) -> None:
+    """In the new process: run `tests`, of those that `which` selects, with the package in `folder`."""
     with open(output, "wb", buffering=0) as file:
         for stream in (1, 2):
             os.dup2(file.fileno(), stream)
@@ -222,7 +250,7 @@ def _run_tests(tests: tuple[str, ...], folder: str, output: str) -> None:
                 "--no-header",
                 "--assert=plain",
                 "-m",
-                "not slow",
+                which,
                 "-p",
                 "no:cacheprovider",
                 *tests,
