@@ -124,6 +124,7 @@ def test_rows_survive(fault: str, module: Any) -> None:
     assert len(shown) == len(set(shown)) >= len(rows)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("ends", [True, False], ids=["the part ends", "the part hangs"])
 def test_ranks_do_not_stay(ends: bool, module: Any) -> None:
     """Ranks that ignore signals, one of them in a session of its own; a part that hangs shows where."""

@@ -35,7 +35,7 @@ def _told(program: Any, *args: Any) -> str:
         return f"{type(error).__name__}: {error}"
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "name",
     [pytest.param(name, marks=pytest.mark.slow) if one.hangs or one.races else name for name, one in LIFETIMES.items()],

@@ -59,6 +59,7 @@ def _steps(rank: int, offload: bool) -> dict[str, Any]:
     return {**found, "faults": [race.explain() for race in seen.races] + nccl.failures()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("offload", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)])
 def test_owners_are_ordered_late_messages_included_and_bounded(offload: bool, seed: int) -> None:

@@ -39,6 +39,7 @@ def _wrapped(rank: int, folder: str) -> list[dict[str, torch.Tensor]]:
     return [own]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("job", [_prepared, _wrapped])
 def test_a_full_state_dict_of_shards_on_the_host(job: Any, tmp_path: Any) -> None:
     expected = CASE.build().state_dict()

@@ -171,6 +171,7 @@ def test_the_number_of_reductions_is_a_limit_too(reductions: int) -> None:
         assert reductions * MESSAGE <= under_way <= reductions * (MESSAGE + SMALL)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("buffers", [1, 2, 3])
 @pytest.mark.parametrize("mixed", [False, True])
 def test_the_expected_peak_knows_the_send_buffers(buffers: int, mixed: bool) -> None:

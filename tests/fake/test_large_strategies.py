@@ -117,7 +117,7 @@ def _assert_chunks(model: nn.Module, plain: nn.Module, shape: tuple[int, ...], r
         assert torch.equal(ours.to_local(), chunks[place] if place < len(chunks) else whole.detach()[:0]), name
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @behaviour(
     "{strategy.name} at 64 and 1,000 ranks: shards of `torch.chunk`, commands in the order of a few ranks",
     area="strategies",

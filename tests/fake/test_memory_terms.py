@@ -319,7 +319,7 @@ class _Float32(nn.Module):
         return self.model(x).float()
 
 
-@pytest.mark.sample(21)
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("setting", SETTINGS, ids=str)
 @pytest.mark.parametrize("name", CASES)
 def test_the_simulation_has_what_is_counted(name: str, setting: Setting) -> None:

@@ -166,6 +166,7 @@ def test_the_config_s_own_section(capsys: pytest.CaptureFixture[str]) -> None:
     assert "[parallelism]" in planned(capsys, EXAMPLE, "--ranks", "8", "--tensor-parallel", "2")[2]
 
 
+@pytest.mark.slow
 def test_the_search_tries_the_degrees_that_divide_the_model(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

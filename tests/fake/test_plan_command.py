@@ -97,6 +97,7 @@ def test_commands_and_messages_are_those_of_the_engine(name: str, strategy: Stra
     assert 0 <= counted.messages.get("all-reduce", 0) - summed <= 128
 
 
+@pytest.mark.slow
 def test_what_a_host_sends_is_printed_in_both_ways(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """By hand: gathers and gradients of what four ranks share, on two hosts."""
     slow, fast = tmp_path / "slow.toml", tmp_path / "fast.toml"
@@ -185,6 +186,7 @@ def test_modules_in_float32(capsys: pytest.CaptureFixture[str]) -> None:
     assert "expected names of classes of its modules, found 'LayrNorm'" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_says_on_how_many_devices_it_does(capsys: pytest.CaptureFixture[str]) -> None:
     entry = ["plan", f"{__name__}:program", "--hardware", "cpu"]
     assert main([*entry, "--ranks", "5", "--json"]) == 0
@@ -198,6 +200,7 @@ def test_what_does_not_fit_says_on_how_many_devices_it_does(capsys: pytest.Captu
     assert "as asked for it fits on no number of devices" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_search_says_on_a_terminal_how_far_it_is(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -25,7 +25,7 @@ from tests.harness.planned import count, predict
 LIBRARY, ACTIVATIONS = 0.02, 0.05
 
 
-@pytest.mark.sample(3, full=60)
+@pytest.mark.sample(1, full=60)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_bytes_of_tiny_models_are_what_is_counted(name: str) -> None:
     model, strategy = corpus_model(name, tiny=True), Strategy(ranks=2, backend="fake")
@@ -40,6 +40,7 @@ def test_bytes_of_tiny_models_are_what_is_counted(name: str) -> None:
     assert abs(simulation.found.peak.total - peak) <= allowed, f"{peak:,}, {simulation.found.peak.total:,.0f}"
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", ["t5", "wavlm", "bart"])
 def test_commands_where_blocks_return_an_input(name: str) -> None:
     """Blocks of T5 and WavLM hand on the positions that the first one computed: backward reaches them a second time

@@ -102,11 +102,13 @@ def _unlike(*wide: int) -> Program:
     return Program(lambda: _Unlike(wide), lambda m, x: m(x).square().mean(), lambda i: torch.ones(3, 8), shard=shard)
 
 
+@pytest.mark.slow
 def test_units_inside_of_blocks_and_parameters_after_them() -> None:
     _expect_proven(_sizes(_unlike()), ("none",))
     _expect_proven(_sizes(_unlike(0, 11)), ("none",))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("wide", [(2,), (3,), (5,), (9,)])
 def test_blocks_that_are_not_alike_are_all_described(wide: tuple[int, ...]) -> None:
     sizes = _sizes(_unlike(*wide))
@@ -120,6 +122,7 @@ def test_few_blocks_are_described_whole() -> None:
     assert short.cut is None and blocks_of(short) is None and len(short.units) == 7
 
 
+@pytest.mark.slow
 def test_a_search_describes_the_model_once_and_a_few_blocks_for_the_rest() -> None:
     counts: list[tuple[int, int]] = []
 

@@ -26,7 +26,7 @@ def _expect_counted(name: str, compute: str = "") -> None:
     assert abs(simulation.found.peak.total - peak) <= allowed, f"{peak:,}, {simulation.found.peak.total:,.0f}"
 
 
-@pytest.mark.sample(3, full=60)
+@pytest.mark.sample(1, full=60)
 @pytest.mark.parametrize(("name", "compute"), CASES)
 @pytest.mark.filterwarnings("ignore:LSTM with projections:UserWarning")
 def test_bytes_of_ordinary_programs_are_what_is_counted(name: str, compute: str) -> None:

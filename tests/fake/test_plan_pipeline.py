@@ -197,6 +197,7 @@ def test_the_largest_stage_is_the_answer(capsys: pytest.CaptureFixture[str]) -> 
     assert again["messages"]["shard"] > found["messages"]["shard"]
 
 
+@pytest.mark.slow
 def test_text_and_a_budget_between_the_stages(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = (f"{__name__}:small", "--ranks", "2", "--pipeline-parallel", "2", "--batch", "4")
     ranks = json.loads(planned(capsys, *arguments, "--json")[1])["pipeline"]
@@ -227,6 +228,7 @@ def test_the_search_tries_pipelines(capsys: pytest.CaptureFixture[str]) -> None:
     assert "PP 4, micro-batch 1 x 16, recompute whole" in found
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize(
     ("entry", "arguments", "said"),
     [

@@ -55,7 +55,7 @@ QUICK = {
 }
 
 
-@pytest.mark.sample(3, full=32)
+@pytest.mark.sample(1, full=32)
 @pytest.mark.parametrize(
     ("name", "strategy"),
     [
@@ -68,6 +68,7 @@ def test_bytes_of_a_step_are_what_is_counted(name: str, strategy: str) -> None:
     _expect_counted(name, strategy)
 
 
+@pytest.mark.slow
 def test_gradients_of_a_window_are_summed_one_after_the_other() -> None:
     _expect_counted("frozen first", "micro-batches, bf16")
 

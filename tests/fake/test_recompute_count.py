@@ -16,7 +16,7 @@ from tests.harness.fake import fake_world
 SEQUENCES = 2
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("recompute", ["none", "units"])
 def test_a_sharded_model_keeps_what_is_counted(recompute: str, dtype: str) -> None:

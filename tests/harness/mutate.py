@@ -3,7 +3,7 @@
     python -m tests.harness.mutate                   all of them (needs fullshard's environment; minutes)
     python -m tests.harness.mutate R9 next_in_backward     those of some rules
     python -m tests.harness.mutate --in comm/ agree/ledger.py    those in files below src/fullshard that begin so
-    python -m tests.harness.mutate --sample          one of every third file, of those that pure tests kill: seconds
+    python -m tests.harness.mutate --sample          one of every fifth file, of those that pure tests kill: seconds
     python -m tests.harness.mutate --list            what there is (the tables: mutations*.txt beside this file)
     python -m tests.harness.mutate --jobs 4          so many at once (default: one for each core)
     python -m tests.harness.mutate --write FILE.md   and a document of what came of it; FILE.json keeps that, so that a
@@ -126,12 +126,12 @@ MUTATIONS = [mutation for table in TABLES for mutation in read(table.read_text()
 
 
 def sample(mutations: Iterable[Mutation]) -> list[Mutation]:
-    """Of every third file the first mutation that a file of the pure tier kills, or the tests of the lifecycle."""
+    """Of every fifth file the first mutation that a file of the pure tier kills, or the tests of the lifecycle."""
     found: dict[str, Mutation] = {}
     for mutation in mutations:
         if all(test.startswith("tests/pure/") for test in mutation.tests[:1]):
             found.setdefault(mutation.file, mutation)
-    return list(found.values())[::3]
+    return list(found.values())[::5]
 
 
 class Outcome(NamedTuple):
@@ -344,7 +344,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--in", dest="files", nargs="+", default=[""], metavar="FILE", help="below src/fullshard")
     parser.add_argument("--tenth", type=int, choices=range(10), help="a tenth of these, neighbours in the tables")
     parser.add_argument(
-        "--sample", action="store_true", help="of every third file one; tests without a mutation are not run"
+        "--sample", action="store_true", help="of every fifth file one; tests without a mutation are not run"
     )
     parser.add_argument("--write", type=Path, help="a Markdown document of the outcomes")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="how many at once")

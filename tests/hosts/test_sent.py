@@ -35,6 +35,7 @@ def test_a_host_sends_what_the_plan_says(local: int, precision: str) -> None:
         assert planned["fullshard_one_level"] > 1.5 * planned["fullshard_two_levels"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("rate", "within", "ways"),
     [

@@ -58,6 +58,7 @@ def started(two: Hosts, command: tuple[str, ...], *arguments: str, **environment
     return [host.start(*command, PROGRAM, *arguments, environment=ENVIRONMENT | environment) for host in two]
 
 
+@pytest.mark.slow
 def test_a_rendezvous_over_two_hosts_trains_as_one_process() -> None:
     with Hosts(2) as two:
         said = [ended(run) for run in started(two, torchrun(2), str(two.local), "--steps", "3")]
@@ -135,6 +136,7 @@ def test_variables_alone_are_enough() -> None:
             assert losses(said) == pytest.approx(alone(2), rel=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("victim", "how"),
     [

@@ -237,6 +237,7 @@ def _refused(rank: int, folder: str) -> list[str]:
     return said
 
 
+@pytest.mark.slow
 def test_what_cannot_be_exported_says_what_to_do(tmp_path: Path) -> None:
     first, second = pool(2).run(_refused, str(tmp_path), timeout=TIMEOUT)
     plain, prompt, quantised, nothing, warning, twice, wrapped, seen = first

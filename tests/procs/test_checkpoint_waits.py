@@ -156,6 +156,7 @@ APART = {
 }
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "deed", ["save of one", "another step", *(pytest.param(one, marks=pytest.mark.slow) for one in SLOW)]
 )

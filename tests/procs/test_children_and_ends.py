@@ -96,6 +96,7 @@ def _with_children(rank: int, then: Callable[[], None], code: int) -> tuple[list
     return losses, len(scope.faults)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("then", [_ends, pytest.param(_raises, marks=pytest.mark.slow), _asks])
 def test_a_child_that_ends_is_no_rank_that_ends(then: Callable[[], None]) -> None:
     told = run_fates(2, _with_children, then, int(then is _raises), timeout=25)
@@ -205,7 +206,7 @@ def _server_ends(rank: int, how: str) -> tuple[str, float] | None:
     return said
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("how", ["raised", "ended", pytest.param("later", marks=pytest.mark.slow), "killed"])
 def test_the_rank_that_serves_the_store_ends_first(how: str) -> None:
     told = run_fates(3, _server_ends, how, timeout=25, stays=False, lost=(0,))
@@ -220,6 +221,7 @@ def test_the_rank_that_serves_the_store_ends_first(how: str) -> None:
         assert seconds < SECONDS
 
 
+@pytest.mark.slow
 def test_the_rank_that_serves_the_store_is_silent() -> None:
     """Stopped, or its machine lost its power or its network: nothing closes the connections to the store, and a request
     would wait for ever."""

@@ -176,7 +176,7 @@ def _fails(rank: int, where: str, variant: str) -> tuple[str, float, float]:
     return said, seconds, float(whole.sum())
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("where", "variant"), [("before", "ring"), ("between", "ulysses"), ("between", "ring")])
 def test_a_rank_that_raises_inside_is_named(where: str, variant: str) -> None:
     (other, seconds, total), (own, _, _) = pool(2).run(_fails, where, variant)

@@ -152,6 +152,7 @@ def _compare(names: tuple[str, ...]) -> None:
         assert all(torch.equal(mine, other) for mine, other in zip(state, plain, strict=True))
 
 
+@pytest.mark.slow
 @behaviour(
     "a rank that is alone in a collective of torch's (`p.full_tensor()`, all_reduce) is named to the others",
     area="failures",

@@ -123,6 +123,7 @@ def _settings(rank: int) -> None:
             model.set_communication("all-to-all")
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("rates", "ways", "peers"),
     [

@@ -77,7 +77,7 @@ def _is_a_block_behind(rank: int) -> list[int]:
         return texts.largest([rank])
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "case", [_comes_after_it_failed, _was_through, _is_a_block_behind], ids=lambda one: one.__name__
 )

@@ -210,7 +210,7 @@ def test_a_split_backward_of_stages_that_are_freed_says_what_it_needs(impl: Impl
         pool(4).run(_pipelined, impl.name, "zero_bubble", 2, {}, timeout=TIMEOUT)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("reshard", [True, None, False])
 @pytest.mark.parametrize(
     "schedule",

@@ -42,7 +42,7 @@ CASES = [
 ]
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("schedule", "number", "each", "world", "config"), CASES)
 def test_bytes_and_messages_of_each_stage(schedule: str, number: int, each: int, world: int, config: str) -> None:
     keys, degrees, dials = _CONFIGS[config]

@@ -403,6 +403,7 @@ ALSO = [
 ]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("what", "own", "other"), [*DIFFERENT, *(pytest.param(*row, marks=pytest.mark.slow) for row in ALSO)]
 )

@@ -121,7 +121,7 @@ def assert_both_ways(world: int, kind: str, folder: Path, dtype: torch.dtype) ->
     assert all(other == {"loaded": True} for other in others)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @behaviour(
     "transformers: models whose weights are in files under other names or in other shapes than in memory are loaded "
     "after sharding, and exported to the files of the plain model's `save_pretrained`, names, shapes, bits and index",

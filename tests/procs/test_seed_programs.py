@@ -371,7 +371,7 @@ programs = behaviour(
 )
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @programs
 @pytest.mark.parametrize("block", BLOCKS, ids=lambda block: block.__name__.strip("_"))
 def test_block(block: Any) -> None:

@@ -35,6 +35,7 @@ def _broken_at(model: Any, number: int, broken: Callable[[], Any]) -> Callable[[
     return lambda: delattr(memory, "gather")
 
 
+@pytest.mark.slow
 def test_a_replica_that_fails_is_named_and_all_stay_asleep() -> None:
     """Rank 2 cannot bring its part, once. Rank 3 holds other parts, and learns of it too."""
 

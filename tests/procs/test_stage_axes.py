@@ -304,6 +304,7 @@ def test_they_count() -> None:
     assert abs(with_them - without) > 0.01 * without
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("make", "plan", "shares"), [(balanced, EP, 2), (llama, {"context_parallel_degree": 2}, 1)])
 def test_a_step_without_a_pipeline_does_the_same(make: Any, plan: dict[str, Any], shares: int) -> None:
     """Adds balance losses; cuts sequences."""

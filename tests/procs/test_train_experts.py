@@ -24,6 +24,7 @@ UNBALANCED = "model.balance_loss=0.0"
 EP = "parallelism.expert_parallel_degree"
 
 
+@pytest.mark.slow
 @pytest.mark.hang_after(200)
 def test_the_example_begins_as_on_one_process() -> None:
     """Initial values to the bit; loss and norm of the first step within rounding."""

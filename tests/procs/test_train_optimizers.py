@@ -47,7 +47,7 @@ def plain(rank: int, overrides: tuple[str, ...]) -> list[str]:
     return [*(type(part).__mro__[1].__name__ for part in parts_of(trainer.optimizer)), *held]
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", CASES)
 def test_two_processes_and_one_that_continues_are_one_process(name: str, tmp_path: Path) -> None:
     overrides = (f"optimizer.name={name}", *CASES[name])

@@ -83,6 +83,7 @@ def saved(rank: int, configs: list[Any], folder: str) -> list[Trained]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tie", [(), pytest.param(TIED, marks=pytest.mark.slow)], ids=["untied", "tied"])
 def test_another_split_continues(tie: tuple[str, ...], tmp_path: Path) -> None:
     """Two stages, none, and two in a loop on each process: bitwise as they were saved."""

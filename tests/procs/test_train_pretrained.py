@@ -229,7 +229,7 @@ MORE: list[tuple[str, tuple[str, ...], torch.dtype]] = [
 ]
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("family", "settings", "stored"), [*EVERYDAY, *(pytest.param(*case, marks=pytest.mark.slow) for case in MORE)]
 )

@@ -198,7 +198,7 @@ def test_a_gradient_that_torch_does_not_have(tmp_path: Path) -> None:
     assert "torch's FSDP2, as the reference" in found.cause and comparison.result.verdict == "different"
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", PROVEN)
 def test_a_fault_of_the_engine_is_found_and_named(name: str, tmp_path: Path) -> None:
     case = PROVEN[name]

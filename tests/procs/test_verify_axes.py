@@ -168,7 +168,7 @@ def test_a_pipeline_is_equal_to_one_process(strategy: str, world: int, tmp_path:
     assert result.errors.keys() == names and result.compared > 100
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.hang_after(300)
 @pytest.mark.parametrize(
     ("program", "phase", "name", "cause"),

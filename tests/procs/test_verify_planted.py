@@ -36,7 +36,7 @@ def test_what_a_fault_changes_is_there(fault: Planted) -> None:
         assert source_of(each)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", PLANTED)
 def test_a_planted_fault_is_found_and_its_place_named(name: str, tmp_path: Path) -> None:
     """The table of all of them: `python -m tests.harness.planted_table`."""
@@ -58,7 +58,7 @@ def test_a_later_fault_is_found_and_its_place_named(name: str, tmp_path: Path) -
     assert found.cause == "unknown" if name in UNKNOWN else found.cause.startswith(f"{PLACES[fault.place]}:"), found
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", [name for name, case in PROVEN.items() if case.phase in ("forward", "backward")])
 def test_experiments_agree_with_what_a_pattern_shows(name: str, tmp_path: Path) -> None:
     """The causes of the first faults keep their words, after the place."""

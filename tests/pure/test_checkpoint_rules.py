@@ -69,6 +69,7 @@ def test_a_rule_says_what_each_rank_holds(case: Case) -> None:
     assert coverage_problem(shape, [box for _, box in boxes_of(rule, shape)]) is None
 
 
+@pytest.mark.sample(1)
 @given(meshes(), st.data())
 def test_the_parts_in_a_box_are_found_without_the_others(case: Case, data: st.DataObject) -> None:
     shape, mesh, ranks, cuts = case

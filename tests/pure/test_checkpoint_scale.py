@@ -8,6 +8,7 @@ import pytest
 from benchmarks.checkpoint_scale import STATES, counted
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("state", ["llama-70b", "hsdp", "moe-235b"])
 def test_what_a_save_costs_at_thousands_of_ranks(state: str) -> None:
     few, many = (counted(state, world, layers=3) for world in (64, 4096))

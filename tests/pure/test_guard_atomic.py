@@ -244,6 +244,7 @@ def disturbed(seed: int, clean: Run) -> Run:
     return Run(lines, requests, watched=draw.random() < 0.7, unreliable=unreliable)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("seeds", [QUICK[i::10] for i in range(10)], ids=lambda seeds: f"{seeds[0]}")
 def test_an_exception_anywhere(seeds: range, clean: Run) -> None:
     for seed in seeds:

@@ -185,7 +185,7 @@ FAILING: list[tuple[tuple[Use | str, ...], Traits]] = [
 ]
 
 
-@pytest.mark.sample(8)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(("order", "traits"), FAILING)
 @pytest.mark.parametrize("reshard", RESHARD)
 def test_nothing_is_left_of_a_step_that_failed_at_any_point(

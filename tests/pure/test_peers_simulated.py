@@ -17,6 +17,7 @@ from fullshard.peers import PeerFailed, RanksDisagree, Wait, ask, tell
 WORLDS = (8, 64, 1000)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("world", WORLDS)
 def test_requests(world: int) -> None:
     with Simulation(world) as simulation:
@@ -33,6 +34,7 @@ def test_requests(world: int) -> None:
             assert found["kB/s"] <= (4.0 if world == 8 else 1.5) * world
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("world", (8, 64))
 def test_requests_of_a_question(world: int) -> None:
     with Simulation(world) as simulation:

@@ -174,6 +174,7 @@ def test_clocks_that_cannot_be_put_together_are_said(tmp_path: Path) -> None:
 # ---- half a last line ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("ended", [True, False], ids=["in the end", "in a step"])
 def test_a_record_cut_at_any_byte_of_its_last_line_shows_what_is_whole(ended: bool, tmp_path: Path) -> None:
     path = write(tmp_path / "see", header(world=1), [step(1), step(2), step(3, detail())], ended=ended)

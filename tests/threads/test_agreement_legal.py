@@ -227,6 +227,7 @@ def test_what_rightly_differs_is_not_accused(name: str) -> None:
     run_ranks(world, job)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("late", [None, 1])
 def test_experts_are_compared_among_themselves(late: int | None) -> None:
     """A difference on one mesh is raised by its ranks, and told to those who wait on another one; then all go on. One

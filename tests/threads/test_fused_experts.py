@@ -28,6 +28,7 @@ WRAP = {"wrap": {"classes": ["Linear"]}}
 HSDP = {**EP, "data_parallel_replicate_degree": 2}
 
 
+@pytest.mark.sample(1)
 @pytest.mark.hang_after(300)
 @pytest.mark.parametrize(
     ("kind", "plan", "world"),

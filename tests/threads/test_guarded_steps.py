@@ -110,6 +110,7 @@ def _tried_again(rank: int) -> tuple[list[Tensor], str]:
     return state(model, optimizer), said
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("world", [2, 3])
 def test_who_fails_before_the_step_prevents_it_everywhere(world: int) -> None:
     expected = run_ranks(world, undisturbed)
@@ -180,7 +181,7 @@ CASES: dict[str, tuple[str, Any, bool, str]] = {
 }
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", CASES)
 def test_a_step_that_some_ranks_took_and_others_not(name: str) -> None:
     how, kind, given, words = CASES[name]

@@ -78,7 +78,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 def test_training_equals_one_process(world: int, options: str) -> None:
@@ -167,6 +167,7 @@ def _train_in(rank: int, impl: Implementation, models: list[Model], mark: bool, 
     return collect(model, optimizer)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("policy", [(None, None), (torch.bfloat16, torch.float32)], ids=["float32", "bfloat16"])
 def test_equal_to_ranks_that_run_all_parts_times_zero(policy: tuple[Any, Any]) -> None:
     """Zeros add nothing, with clipping too. FSDP2 adds in another order."""
@@ -434,6 +435,7 @@ def _ordered(rank: int, optional: str, orders: Sequence[str], alone: bool) -> st
     return ""
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("optional", "orders", "said"),
     [

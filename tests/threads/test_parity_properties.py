@@ -92,7 +92,7 @@ FOUND = {
 }
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", FOUND)
 def test_models_that_were_wrong_once(name: str) -> None:
     """What the property above has found, kept by name."""

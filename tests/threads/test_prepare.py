@@ -133,7 +133,7 @@ def trained_with_masters(rank: int, case: Case, how: str, source: str) -> tuple[
     return found, dtypes
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("case", "source"), [(CASE, "auto"), (CASE, "mixed"), (TIED, "auto")], ids=lambda each: getattr(each, "name", each)
 )

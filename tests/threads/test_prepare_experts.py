@@ -59,7 +59,7 @@ SLOW = [
 ]
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.hang_after(300)
 @pytest.mark.parametrize(
     ("world", "plan"),

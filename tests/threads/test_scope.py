@@ -304,6 +304,7 @@ def test_what_is_told_before_a_rank_is_there_is_heard_when_it_comes() -> None:
     assert run_ranks(2, ranks)[0] == "ValueError: a bad token"
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("world", [3, 5])
 def test_a_ring_of_ranks_each_of_which_waits_for_the_next(world: int) -> None:
     """On meshes of two."""

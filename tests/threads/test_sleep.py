@@ -82,7 +82,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("options", OPTIONS)
 def test_bits_are_those_of_before(options: str) -> None:
     slept = run_ranks(2, lambda rank: _trains(rank, True, **OPTIONS[options]))
@@ -258,6 +258,7 @@ def _from_a_peer(rank: int) -> tuple[Trained, Trained]:
     return before, after
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_dropped_and_taken_from_a_peer(world: int) -> None:
     for before, after in run_ranks(world, _from_a_peer):
@@ -301,6 +302,7 @@ def _held_by_each(rank: int, replicas: int, shards: int) -> Any:
     return collect(model, optimizer), {k: v.to_local().clone() for k, v in mean.state_dict()["means"].items()}
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("replicas", "shards"),
     [(2, 1), (3, 1), pytest.param(2, 2, marks=pytest.mark.slow), pytest.param(4, 1, marks=pytest.mark.slow)],
@@ -492,6 +494,7 @@ def _alone(rank: int, what: str) -> str:
     return ""
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("what", ["sleep", "arguments", "wake"])
 def test_one_rank_alone_is_named(what: str) -> None:
     for said in run_ranks(2, lambda rank: _alone(rank, what)):

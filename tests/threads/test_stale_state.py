@@ -496,7 +496,7 @@ def _is_refused(model: Any, tokens: Tensor) -> None:
             module.reshard()
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("edit", [*EDITS, "moving average", "moving average by data"])
 def test_edits_between_steps_in_eval_train_eval(edit: str, options: str) -> None:

@@ -407,6 +407,7 @@ def test_names_and_classes_of_a_sharded_module() -> None:
     run_ranks(1, job)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("prefetch", [0, 1, 2])
 def test_full_parameters_are_freed(prefetch: int) -> None:
     """At every hook of every module, in forward and backward: the root and the unit at work, and no more."""

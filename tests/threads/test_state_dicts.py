@@ -173,7 +173,7 @@ def test_saved_values_are_those_of_this_rank_and_no_more(impl: Implementation) -
 # ---- loading ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @behaviour("`load_state_dict`, in place or assigned, before or in the middle of training", area="state")
 @for_each_implementation
 @pytest.mark.parametrize("name", CASES)

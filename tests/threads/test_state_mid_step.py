@@ -92,7 +92,7 @@ def _step(rank: int, model: Any, optimizer: Any, moment: str, see: Callable[[], 
     optimizer.zero_grad()
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("level", "take"),
     [

@@ -125,7 +125,7 @@ SEVERAL = {
 OFTEN = {"shared_blocks", "gradient_penalty", "recompute_outside_reentrant", "unused_layer", "same_loss_twice", "pairs"}
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(3)
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("world", [1, 2, 3])
 @pytest.mark.parametrize(

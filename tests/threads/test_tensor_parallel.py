@@ -215,6 +215,7 @@ def test_an_equal_axis_of_another_mesh() -> None:
     run_ranks(4, rank_main)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")
 @pytest.mark.parametrize("own", [("half", "tp"), ("tp", "half")])
 @for_each_implementation

@@ -150,7 +150,7 @@ SLOW = [
 ]
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @behaviour(
     "`MicroBatches` with `tokens`: another number of pieces on each rank, the mean over the tokens of all",
     area="training",

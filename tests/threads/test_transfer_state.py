@@ -278,6 +278,7 @@ def test_state_of_owners_goes_to_other_owners_and_to_a_plain_model(build: Any) -
                 assert torch.equal(value[name], tensor), name
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("kind", ["soap", "shampoo", pytest.param("adafactor", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("to", ["flat", "hsdp"])
 def test_state_of_matrices_arrives_on_their_owners_alone(kind: str, to: str) -> None:
