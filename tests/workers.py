@@ -4,18 +4,18 @@
     python -m tests.workers --full              what `make test-full` runs
 
     worker        tiers
-    threads-1     ranks that are threads
+    threads-1     ranks that are threads; then pure
     processes-1   the others, those with processes first; then threads
-    processes-2   the others, those with processes last; then threads
+    processes-2   the others, those with processes after fake; then threads
 
 A worker takes the next file that no other one has taken (tests/harness/queue.py). Ranks of some tests are forks of
-their worker, which must not have run ranks that are threads: so those come last, or from a worker of their own. Tests
-of processes wait much of their time, for each other and for time limits: a second worker keeps a core busy where one
-does not. It begins at the other end, because two that begin with processes start the same pools of them twice. A second
-one for threads from the beginning leaves programs of many processes without a core, and their time limits pass. The
-first worker prints as it goes, the others when they are over. The exit status is the worst one; where a signal ended a
-worker, the last lines say which test ran and where its threads were. With --full the last line but one says what was
-left out.
+their worker, which must not have run ranks that are threads: so those come last, or from a worker of their own. The
+pure tests run in any worker, and come late in each, so that all end at the same time. Tests of processes wait much of
+their time, for each other and for time limits: a second worker keeps a core busy where one does not. It begins at the
+other end, because two that begin with processes start the same pools of them twice. A second one for threads from the
+beginning leaves programs of many processes without a core, and their time limits pass. The first worker prints as it
+goes, the others when they are over. The exit status is the worst one; where a signal ended a worker, the last lines say
+which test ran and where its threads were. With --full the last line but one says what was left out.
 """
 
 from __future__ import annotations
@@ -29,12 +29,13 @@ from pathlib import Path
 from typing import IO
 
 ROOT = Path(__file__).resolve().parent.parent
-_OTHERS = ("procs", "hosts", "device", "faults", "pure", "fake", "golden", "gpu")
+_FIRST = ("procs", "hosts", "device", "faults")
+_ALONE = ("gpu", "golden", "fake")
 # Tiers of a worker in their order; together all of tests/ (tests/pure/test_workers.py).
 TIERS: dict[str, tuple[str, ...]] = {
-    "threads-1": ("threads",),
-    "processes-1": (*_OTHERS, "threads"),
-    "processes-2": (*reversed(_OTHERS), "threads"),
+    "threads-1": ("threads", "pure"),
+    "processes-1": (*_FIRST, *_ALONE, "pure", "threads"),
+    "processes-2": (*_ALONE, *reversed(_FIRST), "pure", "threads"),
 }
 
 

@@ -16,7 +16,7 @@ def test_every_tier_is_run_and_threads_after_forks() -> None:
     tiers = sorted({path.relative_to(ROOT / "tests").parts[0] for path in (ROOT / "tests").rglob("test_*.py")})
     assert sorted({tier for of_worker in TIERS.values() for tier in of_worker}) == tiers
     first, one, other = TIERS.values()
-    assert first == ("threads",) and one[-1] == other[-1] == "threads" and sorted(one) == sorted(other)
+    assert first == ("threads", "pure") and one[-1] == other[-1] == "threads" and sorted(one) == sorted(other)
 
 
 def test_options_reach_every_worker(tmp_path: Path) -> None:
