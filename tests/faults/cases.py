@@ -148,6 +148,11 @@ class Case:
         return f"python -m tests.faults --case {self.id}"
 
 
+# A step and an event of it; step -1 is before the first. That of most faults: the second step begins.
+Moment = tuple[int, str]
+IN_STEP: Moment = (1, "step")
+
+
 def at(
     step: int,
     event: str,

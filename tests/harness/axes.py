@@ -6,15 +6,19 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fullshard
 from fullshard import Prepared, prepare_fully_shard
+from fullshard.migrate import ConfigError
+from fullshard.migrate.parallelism import Parallelism
 from fullshard.train.model import Llama, LlamaShape
 from tests.harness import tolerance
-from tests.harness.models import Trained, adamw, collect, seeded
+from tests.harness.models import Trained, adamw, assert_same_training, collect, seeded
+from tests.harness.threads import run_ranks
 
 STEPS, VOCABULARY, TOKENS = 3, 32, 8
 # Below the norm of each step, so that clipping changes each of them.
@@ -113,3 +117,29 @@ def planned(
 def assert_norms(found: Sequence[float], expected: Sequence[Norm]) -> None:
     for step, (mine, its) in enumerate(zip(found, expected, strict=True), start=1):
         assert math.isclose(mine, its.value, rel_tol=its.relative), f"norm of step {step}: {mine}, {its}"
+
+
+def check(world: int, make: Callable[[], nn.Module], plan: Any, config: Any = None, options: Any = None) -> list[str]:
+    """Parameters, optimizer state and norms of all ranks are those of one process; returns what rank 0 printed."""
+    shares = plan.on(world).shares if isinstance(plan, Parallelism) else Parallelism(**plan).on(world).shares
+    expected, norms = plainly(make, shares)
+    ranks = run_ranks(world, planned, make, plan, config, options, timeout=240.0)
+    for trained, found, _ in ranks:
+        assert_same_training(trained, expected)
+        assert_norms(found, norms)
+    printed: list[str] = ranks[0][2]
+    return printed
+
+
+def assert_not_legal(make: Callable[[], nn.Module], plan: Any, said: str, world: int = 4) -> None:
+    """Each of the ranks gets one line in which `said` is, and its model stays as it was."""
+
+    def rank_main(rank: int) -> None:
+        model = make()
+        before = dict(model.named_parameters())
+        with pytest.raises(ConfigError) as raised:
+            prepare_fully_shard(model, parallelism=plan, show=False)
+        assert said in str(raised.value) and "\n" not in str(raised.value)
+        assert all(p is before[name] for name, p in model.named_parameters())
+
+    run_ranks(world, rank_main)

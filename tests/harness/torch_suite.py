@@ -35,6 +35,7 @@ _SURFACE, _CALLS = "fake/test_conformance_surface.py::test_", "threads/test_surf
 _MESSAGES = "procs/test_conformance_messages.py::test_"
 _CONTROLS, _HSDP = "threads/test_reduction_controls.py::test_", "threads/test_hsdp.py::test_"
 _DICTS, _TP = "threads/test_state_dicts.py::test_", "threads/test_tensor_parallel.py::test_"
+_PROGRAMS = "threads/test_programs.py::test_equals_the_plain_model"
 _PRIVATE = "functions inside of torch: there is no such thing to call here"
 
 ROWS = (
@@ -44,17 +45,17 @@ ROWS = (
         "on a CPU there is nowhere to go; on the simulated device and on a GPU, ours alone"),
     Row("training", "RegisteredParams", "which parameters are registered after forward and after backward",
         (_BASIC + "registered_parameters_between_forward_and_backward", _BASIC + "set_reshard_after_forward_and_backward")),
-    Row("training", "CastAfterInit", "`.to(float64)` after sharding", (_BASIC + "dtype_may_be_changed_after_sharding",)),
+    Row("training", "CastAfterInit", "`.to(float64)` after sharding", ("threads/test_initialisation.py::test_conversions_after_sharding",)),
     Row("training", "1DTrainingCore",
         "parity in one group and several, any dim, offload, units gathered explicitly, units inside run alone, a module run "
         "several times, prefetch lists, the optimizer's event",
         (_TRAINING + "training_with_adamw_equals_the_plain_model", "threads/test_strategies.py::test_strategies",
          "threads/test_shard_dims.py::test_any_dim_trains_clips_and_saves_as_plain_training",
          "threads/test_offload.py::test_on_a_cpu_mesh_offload_changes_nothing", _SUITE + "units_gathered_by_hand",
-         _SUITE + "a_unit_inside_runs_alone", _TRAINING + "two_forwards_then_one_backward",
+         _SUITE + "a_unit_inside_runs_alone", _PROGRAMS,
          _BASIC + "explicit_prefetch_changes_no_value", _CALLS + "the_event_of_the_optimizer_is_used_once")),
     Row("training", "1DTrainingCompose", "activation checkpointing, by function and by wrapper",
-        (_TRAINING + "activation_checkpointing", "threads/test_at_home.py::test_checkpoint_wrapper")),
+        (_PROGRAMS, "threads/test_at_home.py::test_checkpoint_wrapper")),
     Row("training", "ShardPlacementFn", "placements by shape; parameters and gradients are contiguous",
         ("threads/test_shard_dims.py::test_any_dim_trains_clips_and_saves_as_plain_training", _SUITE + "shards_are_contiguous",
          "threads/test_shard_dims.py::test_wrong_answers_are_refused")),
@@ -98,7 +99,7 @@ ROWS = (
         (_CONTROLS + "scales_are_those_of_torch",), "compares both itself"),
     # state dict
     Row("state dict", "StateDictMultiProcess", "saving and loading, sharded and full, with offload, replicas and tensor parallelism",
-        (_STATE + "state_dict_is_sharded_and_needs_no_communication", _STATE + "state_dict_may_be_assigned",
+        (_STATE + "state_dict_is_sharded_and_needs_no_communication",
          _DICTS + "the_next_steps_after_loading_are_those_of_plain_training",
          "threads/test_tensor_parallel_state.py::test_full_state_dicts_go_out_and_come_back")),
     Row("state dict", "StateDictMultiThread", "state dicts at any moment; full ones on rank 0 alone",
@@ -136,7 +137,7 @@ ROWS = (
     Row("init", "LazyInit", "roots are found at the first forward, and names with them",
         (_SUITE + "a_unit_inside_runs_alone", _SURFACE + "other_error_types")),
     Row("init", "MetaDeviceInit", "meta device, one axis and two, values of rank 0 alone",
-        (_BASIC + "meta_initialisation", "threads/test_initialisation.py::test_the_flow_of_torch_s_users",
+        ("threads/test_initialisation.py::test_the_flow_of_torch_s_users",
          "threads/test_tensor_parallel_state.py::test_meta_device_then_both_parallelisms_then_memory"),
         ("procs/test_state_dcp.py::test_what_is_set_is_trained_on",), "broadcast from rank 0, by torch's functions"),
     Row("init", "ProcessGroupInit", "meshes made from process groups", (_SUITE + "meshes_from_process_groups",)),

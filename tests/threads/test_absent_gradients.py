@@ -16,7 +16,7 @@ from fullshard import fully_shard
 from fullshard.observe import record
 from tests.harness import tolerance
 from tests.harness.models import assert_same_training, collect, seeded
-from tests.harness.threads import WORLD, run_ranks
+from tests.harness.threads import run_ranks
 
 
 class Tower(nn.Module):
@@ -92,27 +92,3 @@ def test_gradients_absent_on_some_ranks_do_not_mix_messages(shared: bool, absent
         for trained, messages in results:
             assert_same_training(trained, expected)
             assert messages == results[0][1]
-
-
-def test_a_unit_none_of_whose_gradients_came_on_a_rank_takes_part() -> None:
-    """Its output reaches the loss, its weights do not: the rank sends zeros, and the others' gradients count."""
-
-    class Skippable(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(6, 6)
-
-        def forward(self, x: Tensor, skip: bool) -> Tensor:
-            return x * 2 if skip else self.linear(x)
-
-    def rank_main(rank: int) -> Tensor:
-        model: Any = seeded(lambda: nn.ModuleList([nn.Linear(6, 6), Skippable()]))
-        for unit in model:
-            fully_shard(unit)
-        x = torch.ones(2, 6)
-        model[1](model[0](x), skip=rank % 2 == 1).sum().backward()
-        gradient: Tensor = model[1].linear.weight.grad.full_tensor()
-        return gradient
-
-    first, *others = run_ranks(WORLD, rank_main)
-    assert all(torch.equal(first, other) for other in others) and bool(first.abs().sum() > 0)

@@ -28,10 +28,10 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
 
 
 # One saved and one loaded with each kind of division.
-QUICK = {("tp x sp x fsdp", "fsdp on three"), ("hsdp", "tp x fsdp")}
+QUICK = {("tp x sp x fsdp", "fsdp on three"), ("cp ring x fsdp", "cp x tp"), ("ep x fsdp", "ep x tp")}
 
 
-@pytest.mark.sample(1)
+@pytest.mark.sample(3, full=72)
 @pytest.mark.threads_only(reason="worlds of other sizes in one test")
 @pytest.mark.parametrize(
     ("first", "second"),

@@ -12,7 +12,6 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from tests.harness import tolerance
 from tests.harness.behaviours import behaviour
 from tests.harness.implementations import (
     Implementation,
@@ -25,7 +24,6 @@ from tests.harness.implementations import (
     sharded,
 )
 from tests.harness.models import (
-    BY_NAME,
     Case,
     Transformer,
     seeded,
@@ -93,45 +91,6 @@ def test_ignored_parameters_stay_as_they_are(impl: Implementation, world: int) -
         assert sum(isinstance(p, DTensor) for p in model.parameters()) == 5
         model(torch.randn(2, 5)).sum().backward()
         assert model[1].linear.weight is ignored and not isinstance(ignored.grad, DTensor)
-
-    run(rank_main, impl, world=world)
-
-
-@behaviour("meta device, `fully_shard`, `to_empty`, then data in the local shards", area="initialisation")
-@for_each_implementation
-@each_world
-def test_meta_initialisation(impl: Implementation, world: int) -> None:
-    reference = BY_NAME["residual"].build()
-
-    def rank_main(rank: int, impl: Implementation) -> None:
-        with torch.device("meta"):
-            model = BY_NAME["residual"].make()
-        BY_NAME["residual"].shard(model, impl.fully_shard)
-        assert all(isinstance(p, DTensor) and p.is_meta for p in model.parameters())
-        model.to_empty(device="cpu")
-        for name, param in model.named_parameters():
-            full = reference.get_parameter(name).detach()
-            chunks = full.chunk(world)
-            param.to_local().data.copy_(chunks[rank] if rank < len(chunks) else full[:0])
-        x = torch.randn(2, 10)
-        assert tolerance.close(model(x), reference(x))
-
-    run(rank_main, impl, world=world)
-
-
-@behaviour("`model.double()` after sharding", area="parameters")
-@for_each_implementation
-@each_world
-def test_dtype_may_be_changed_after_sharding(impl: Implementation, world: int) -> None:
-    def rank_main(rank: int, impl: Implementation) -> None:
-        model = sharded(impl, probes())
-        full = {name: p.full_tensor() for name, p in model.named_parameters()}
-        model.double()
-        for name, param in model.named_parameters():
-            assert isinstance(param, DTensor) and param.dtype == torch.float64
-            assert torch.equal(param.full_tensor(), full[name].double()), name
-        model(torch.randn(2, 5, dtype=torch.float64)).sum().backward()
-        assert {p.grad.dtype for p in model.parameters()} == {torch.float64}
 
     run(rank_main, impl, world=world)
 

@@ -69,24 +69,6 @@ def test_largest_element_of_an_empty_shard(impl: Implementation) -> None:
     run(rank_main, impl, world=4)
 
 
-@behaviour(
-    "`load_state_dict` of a plain state dict, in place",
-    area="state",
-    torch="better",
-    reason="each rank takes its rows of a full tensor; torch refuses to mix plain tensors and DTensors",
-)
-def test_a_plain_state_dict_is_loaded(impl: Implementation) -> None:
-    source = {name: value * 2 for name, value in _odd().state_dict().items()}
-
-    def rank_main(rank: int, impl: Implementation) -> None:
-        model = impl.fully_shard(_odd())
-        model.load_state_dict(source)
-        for name, value in model.state_dict().items():
-            assert torch.equal(value.full_tensor(), source[name]), name
-
-    run(rank_main, impl, world=3)
-
-
 class _Rotary(nn.Module):
     """A buffer that was computed on a real device, and no checkpoint holds."""
 

@@ -132,24 +132,3 @@ def test_state_dict_is_sharded_and_needs_no_communication(impl: Implementation, 
         )
 
     run(rank_main, impl, world=world)
-
-
-@behaviour("`load_state_dict(assign=True)`", area="state")
-@for_each_implementation
-@each_world
-def test_state_dict_may_be_assigned(impl: Implementation, world: int) -> None:
-    """`load_state_dict(assign=True)` replaces the parameters; the next step uses what was assigned."""
-
-    def rank_main(rank: int, impl: Implementation) -> None:
-        model, other = (sharded(impl, seeded(lambda: probes().append(nn.Linear(5, 3)), seed)) for seed in (0, 0))
-        with torch.no_grad():
-            for param in other.parameters():
-                param.mul_(0.5)
-        expected = other(torch.ones(1, 5))
-        model.load_state_dict({name: v.clone() for name, v in other.state_dict().items()}, assign=True)
-        out = model(torch.ones(1, 5))
-        assert torch.equal(out, expected)
-        out.sum().backward()
-        assert all(isinstance(p.grad, DTensor) for p in model.parameters())
-
-    run(rank_main, impl, world=world)

@@ -8,14 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.utils.checkpoint import checkpoint
 
 from tests.harness import tolerance
 from tests.harness.behaviours import behaviour
@@ -35,7 +33,6 @@ from tests.harness.installed import fails_before
 from tests.harness.models import (
     BY_NAME,
     Case,
-    Transformer,
     adamw,
     assert_same_training,
     collect,
@@ -142,68 +139,6 @@ def test_accumulation_without_synchronisation(impl: Implementation, world: int) 
             wanted = reference.get_parameter(name).grad
             assert wanted is not None
             tolerance.assert_close(param.grad.full_tensor(), wanted, what=name)
-
-    run(rank_main, impl, world=world)
-
-
-@pytest.mark.sample(2)
-@behaviour("activation checkpointing: {kind}", area="recomputation")
-@for_each_implementation
-@each_world
-@pytest.mark.parametrize("kind", ["inside", "inside_reentrant", "outside"])
-def test_activation_checkpointing(kind: str, impl: Implementation, world: int) -> None:
-    case = BY_NAME["transformer"]
-    expected = case.build()
-    for rank in range(world):
-        (case.loss(expected, case.batch(0, rank)) / world).backward()
-    models = [case.build() for _ in range(world)]
-
-    def rank_main(rank: int, impl: Implementation) -> None:
-        model = models[rank]
-        for layer in model.layers:
-            if kind != "outside":
-                layer.forward = partial(checkpoint, layer.forward, use_reentrant=kind == "inside_reentrant")
-            impl.fully_shard(layer)
-            if kind == "outside":
-                layer.__dict__["forward"] = layer.forward
-        if kind == "outside":
-            plain_forward = type(model).forward
-
-            def forward(tokens: torch.Tensor) -> torch.Tensor:
-                x = model.embedding(tokens)
-                for layer in model.layers:
-                    x = checkpoint(layer, x, use_reentrant=False)
-                return model.head(model.norm(x))
-
-            assert plain_forward is Transformer.forward
-            model.forward = forward
-        impl.fully_shard(model)
-        case.loss(model, case.batch(0, rank)).backward()
-        for name, param in model.named_parameters():
-            assert isinstance(param.grad, DTensor)
-            wanted = expected.get_parameter(name).grad
-            assert wanted is not None
-            tolerance.assert_close(param.grad.full_tensor(), wanted, what=name)
-
-    run(rank_main, impl, world=world)
-
-
-@behaviour("two forwards, then one backward", area="autograd")
-@for_each_implementation
-@each_world
-def test_two_forwards_then_one_backward(impl: Implementation, world: int) -> None:
-    case = BY_NAME["transformer"]
-    expected = case.build()
-    for rank in range(world):
-        (sum(case.loss(expected, case.batch(i, rank)) for i in range(2)) / world).backward()
-
-    def rank_main(rank: int, impl: Implementation) -> None:
-        model = case.shard(case.build(), impl.fully_shard)
-        first, second = (case.loss(model, case.batch(i, rank)) for i in range(2))
-        (first + second).backward()
-        for name, param in model.named_parameters():
-            tolerance.assert_close(param.grad.full_tensor(), expected.get_parameter(name).grad, what=name)
-        assert kinds(model) == {DTensor}
 
     run(rank_main, impl, world=world)
 

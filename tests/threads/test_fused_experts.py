@@ -15,10 +15,11 @@ from fullshard import prepare_fully_shard
 from fullshard.extras.fused_experts import FusedLayout, layout_of
 from fullshard.migrate import ConfigError
 from tests.harness import installed
+from tests.harness.axes import check
 from tests.harness.models import seeded
 from tests.harness.moe_families import DIVIDED, family
 from tests.harness.threads import run_ranks
-from tests.threads.test_prepare_experts import CUT, EP, TP, check
+from tests.threads.test_prepare_experts import CUT, EP, TP
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # transformers' own
 slow = partial(pytest.param, marks=pytest.mark.slow)
@@ -46,7 +47,9 @@ HSDP = {**EP, "data_parallel_replicate_degree": 2}
         slow("Mixtral", {**EP, "tensor_parallel_degree": 4, "expert_tensor_parallel_degree": 4}, 8),
         slow("AriaText", {**CUT, **HEAD}, 4),
         slow("NemotronH", {**CUT, **HEAD}, 4),
-        *(slow(kind, EP, 2) for kind in DIVIDED if kind not in ("Mixtral", "GptOss")),
+        *(slow(kind, EP, 2) for kind in DIVIDED if kind != "GptOss"),
+        *(slow(kind, {"expert_parallel_degree": 4, **TP}, 4) for kind in ("Mixtral", "Qwen3Moe")),
+        slow("Mixtral", HSDP, 4),
     ],
     ids=lambda value: (
         "-".join(f"{k[:9]}{v}" for k, v in value.items() if k != "styles") if isinstance(value, dict) else str(value)

@@ -314,40 +314,6 @@ def test_a_part_is_there_only_while_it_is_kept() -> None:
     run_ranks(4, rank_main)
 
 
-def test_a_failed_step_leaves_nothing() -> None:
-    """An exception in forward or in backward, while parts are kept or on their way."""
-
-    class Fail(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: Tensor) -> Tensor:
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx: Any, grad: Tensor) -> Tensor:
-            raise ValueError("asked for")
-
-    def rank_main(rank: int) -> None:
-        results = []
-        for reshard in (2, True):
-            model = build(reshard)
-            optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.05)
-            for failing in (1, 2):
-                broken = model.layers[failing].register_forward_hook(lambda m, a, out: Fail.apply(out))
-                with pytest.raises(ValueError, match="asked for"):
-                    model(batch(rank, 0)).sum().backward()
-                broken.remove()
-                broken = model.layers[failing].register_forward_pre_hook(lambda m, a: 1 / 0)
-                with pytest.raises(ZeroDivisionError):
-                    model(batch(rank, 0))
-                broken.remove()
-                plain(rank, model, optimizer)
-            assert unit_of(model).root.run.generation > 0
-            results.append(collect(model, optimizer))
-        assert_same_training(*results, 0.0)
-
-    run_ranks(4, rank_main)
-
-
 def test_kept_parts_whose_gather_was_given_up_have_no_memory() -> None:
     def rank_main(rank: int) -> None:
         model = build(2)

@@ -1,27 +1,22 @@
-"""Any model trains as plain training does, on any number of ranks; a step that raised leaves nothing."""
+"""Any model trains as plain training does, on any number of ranks. What a step that raises leaves:
+test_disturbed_properties.py."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import partial
 
 import pytest
-from hypothesis import assume, given
+from hypothesis import given
 from hypothesis import strategies as st
-from torch import nn
 
 from fullshard.policy import use_options
-from tests.harness.failing_places import PLACES, Fault
-from tests.harness.models import Trained
-from tests.harness.parity import Ours, assert_same_bits, train_alone, train_beside_oracle
+from tests.harness.parity import assert_same_bits, train_beside_oracle
 from tests.harness.random_models import (
     EXPLORING,
     BlockSpec,
     LeafSpec,
     ModelSpec,
-    build,
     examples,
-    loss,
     model_specs,
 )
 from tests.harness.threads import run_ranks
@@ -99,72 +94,6 @@ def test_models_that_were_wrong_once(name: str) -> None:
     spec = FOUND[name]
     with use_options(**spec.options()):
         run_ranks(2, train_beside_oracle, spec, 2, 3, timeout=TIMEOUT)
-
-
-# ---- steps that raise ----------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Failing:
-    """`module` raises in one extra micro-batch, which comes before micro-batch `micro` of `step`."""
-
-    module: str
-    place: str
-    step: int
-    micro: int
-    sync: bool
-
-
-def _raises(spec: ModelSpec, model: nn.Module, fault: Failing, rank: int) -> bool:
-    """Run the micro-batch that is to fail; whether it did."""
-    disarm = PLACES[fault.place].arm(model.get_submodule(fault.module), Fault)
-    try:
-        loss(spec, model, fault.step, 7, rank).backward()
-    except Fault:
-        return True
-    finally:
-        disarm()
-    return False
-
-
-def _train_with_fault(rank: int, spec: ModelSpec, fault: Failing, steps: int) -> Trained:
-    ours = Ours(spec, local=True)
-    for step in range(steps):
-        for micro, reduces in enumerate(spec.sync):
-            if (step, micro) == (fault.step, fault.micro):
-                ours.model.set_requires_gradient_sync(fault.sync)
-                assert _raises(spec, ours.model, fault, rank), "the plain model raised here and ours did not"
-            ours.model.set_requires_gradient_sync(reduces)
-            loss(spec, ours.model, step, micro, rank).backward()
-        ours.update()
-        ours.zero_grad()
-    return ours.trained()[0]
-
-
-@st.composite
-def _models_with_faults(draw: st.DrawFn) -> tuple[ModelSpec, Failing]:
-    spec = draw(model_specs())
-    modules = [name for name, module in build(spec).named_modules() if not isinstance(module, nn.ModuleList)]
-    return spec, Failing(
-        module=draw(st.sampled_from(modules)),
-        place=draw(st.sampled_from(["gradient of the output", "before", "after"])),
-        step=draw(st.integers(0, 2)),
-        micro=draw(st.integers(0, len(spec.sync) - 1)),
-        sync=draw(st.booleans()),
-    )
-
-
-@examples(3, 80)
-@given(drawn=_models_with_faults(), world=st.integers(2, 3))
-def test_a_step_that_raised_leaves_nothing_behind(drawn: tuple[ModelSpec, Failing], world: int) -> None:
-    """On all ranks a module raises, the caller goes on: bitwise what it would have been without that micro-batch."""
-    spec, fault = drawn
-    assume(_raises(spec, build(spec), fault, 0))
-    with use_options(**spec.options()):
-        undisturbed = run_ranks(world, train_alone, spec, 3, timeout=TIMEOUT)
-        disturbed = run_ranks(world, _train_with_fault, spec, fault, 3, timeout=TIMEOUT)
-    for ours, expected in zip(disturbed, undisturbed, strict=True):
-        assert_same_bits(ours, expected)
 
 
 # ---- gradients that not every rank has -----------------------------------------------------------------------

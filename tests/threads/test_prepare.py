@@ -381,13 +381,6 @@ def test_hsdp() -> None:
         run_ranks(4, with_mesh, {"dp_shard_size": 4})
 
 
-def test_no_shard_replicates() -> None:
-    for found, prepared in run_ranks(WORLD, prepared_training, CASE, {"sharding": "NO_SHARD"}):
-        assert tuple(prepared.mesh.mesh.shape) == (WORLD, 1)
-        assert next(prepared.model.parameters()).to_local().shape == next(prepared.model.parameters()).shape
-        assert_same_training(found, reference())
-
-
 LEVELS_BY_NAME = {name: level for level in LEVELS for name in level.names}
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,29 +13,17 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import fullshard
-from fullshard import Prepared, checkpoint, prepare_fully_shard
+from fullshard import Prepared, prepare_fully_shard
 from fullshard.migrate import ConfigError
 from fullshard.migrate.parallelism import Parallelism
 from tests.harness import installed
-from tests.harness.axes import STEPS, assert_norms, batch, hugging_face, llama, loss, plainly, planned, train
+from tests.harness.axes import STEPS, assert_not_legal, batch, check, hugging_face, llama, loss, train
 from tests.harness.models import adamw, assert_same_training, collect, seeded
 from tests.harness.threads import run_ranks
 
 Make = Callable[[], nn.Module]
 TWO = {"tensor_parallel_degree": 2}
 WITHOUT_ENDS = {"wrap": {"group_ends": False}}
-
-
-def check(world: int, make: Make, plan: Any, config: Any = None, options: Any = None) -> list[str]:
-    """Parameters, optimizer state and norms of all ranks are those of one process; returns what rank 0 printed."""
-    shares = plan.on(world).shares if isinstance(plan, Parallelism) else Parallelism(**plan).on(world).shares
-    expected, norms = plainly(make, shares)
-    ranks = run_ranks(world, planned, make, plan, config, options, timeout=240.0)
-    for trained, found, _ in ranks:
-        assert_same_training(trained, expected)
-        assert_norms(found, norms)
-    printed: list[str] = ranks[0][2]
-    return printed
 
 
 # ---- pairs and triples of axes ---------------------------------------------------------------------------------------
@@ -93,35 +80,6 @@ def test_hsdp_and_tp_keep_their_names() -> None:
     for rank, (names, mesh, share) in enumerate(run_ranks(8, rank_main)):
         assert names == ["dp_replicate", "dp_shard", "tp"]
         assert mesh == [[rank % 2, 2 + rank % 2], [4 + rank % 2, 6 + rank % 2]] and share == (rank // 2, 4)
-
-
-def test_a_checkpoint_crosses_axes(tmp_path: Path) -> None:
-    """Saved under TP x SP x FSDP, loaded under FSDP and under HSDP, and back: bitwise, with optimizer state."""
-    plans: list[Any] = [TWO, None, {"data_parallel_replicate_degree": 2}, {**TWO, "enable_sequence_parallel": False}]
-
-    def state_of(model: nn.Module, optimizer: Any) -> dict[str, Any]:
-        params, state = checkpoint.get_state_dict(model, optimizer)
-        return {"model": params, "optimizer": state}
-
-    def rank_main(rank: int) -> None:
-        whole = None
-        for number, plan in enumerate(plans):
-            model = llama()
-            optimizer = adamw(model.parameters(), watched=False)
-            prepared = prepare_fully_shard(model, optimizer, parallelism=plan, show=False)
-            if whole is None:
-                train(model, optimizer, prepared, [0])
-            else:
-                state = state_of(model, optimizer)
-                checkpoint.load(state, checkpoint_id=tmp_path / str(number - 1))
-                model_state, optim_state = state["model"], state["optimizer"]
-                checkpoint.set_state_dict(model, optimizer, model_state_dict=model_state, optim_state_dict=optim_state)
-            found = collect(model, optimizer)
-            whole = whole or found
-            assert_same_training(found, whole, 0)
-            checkpoint.save(state_of(model, optimizer), checkpoint_id=tmp_path / str(number))
-
-    run_ranks(4, rank_main)
 
 
 # ---- what is said in any order ---------------------------------------------------------------------------------------
@@ -299,15 +257,7 @@ def two_heads() -> nn.Module:
 )
 @pytest.mark.threads_only(reason="errors before anything is sent")
 def test_what_is_not_legal_changes_nothing(make: Make, plan: Any, said: str) -> None:
-    def rank_main(rank: int) -> None:
-        model = make()
-        before = dict(model.named_parameters())
-        with pytest.raises(ConfigError) as raised:
-            prepare_fully_shard(model, parallelism=plan, show=False)
-        assert said in str(raised.value) and "\n" not in str(raised.value)
-        assert all(p is before[name] for name, p in model.named_parameters())
-
-    run_ranks(4, rank_main)
+    assert_not_legal(make, plan, said)
 
 
 @pytest.mark.threads_only(reason="a sharded model does not pickle")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,11 +12,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import fullshard
-from fullshard import Parallelism, checkpoint, prepare_fully_shard
+from fullshard import Parallelism, prepare_fully_shard
 from fullshard.extras.experts import Experts, in_one_kernel, products
 from fullshard.migrate import ConfigError
 from tests.harness import installed, moe, sequences
-from tests.harness.axes import MAX_NORM, STEPS, assert_norms, batch, hugging_face, llama, plainly, planned, train
+from tests.harness.axes import MAX_NORM, STEPS, assert_norms, assert_not_legal, batch, check, hugging_face, llama
 from tests.harness.axes import loss as loss_of_llama
 from tests.harness.models import Trained, adamw, assert_same_training, collect, seeded
 from tests.harness.threads import run_ranks
@@ -25,18 +24,9 @@ from tests.harness.threads import run_ranks
 Make = Callable[[], nn.Module]
 EP = {"expert_parallel_degree": 2}
 TP = {"tensor_parallel_degree": 2}
+# Rows of experts, too.
+CUT = {**EP, **TP, "expert_tensor_parallel_degree": 2}
 of_experts = partial(llama, experts=4, experts_per_token=2)
-
-
-def check(world: int, make: Make, plan: dict[str, Any], config: Any = None) -> list[str]:
-    """Parameters, optimizer state and norms of all ranks are those of one process; returns what rank 0 printed."""
-    expected, norms = plainly(make, Parallelism(**plan).on(world).shares)
-    ranks = run_ranks(world, planned, make, plan, config, timeout=240.0)
-    for trained, found, _ in ranks:
-        assert_same_training(trained, expected)
-        assert_norms(found, norms)
-    printed: list[str] = ranks[0][2]
-    return printed
 
 
 # ---- pairs and triples of axes ---------------------------------------------------------------------------------------
@@ -226,61 +216,10 @@ def test_figures_of_gradients_and_checks_of_messages() -> None:
         assert found == pytest.approx(expected, rel=1e-4)
 
 
-# ---- checkpoints -----------------------------------------------------------------------------------------------------
-
-
-CUT = {**EP, **TP, "expert_tensor_parallel_degree": 2}
-ALL = [EP, None, {"expert_parallel_degree": 4}, {**EP, "data_parallel_replicate_degree": 2}, CUT, EP]
-
-
-@pytest.mark.parametrize("plans", [[EP, None, CUT], pytest.param(ALL, marks=pytest.mark.slow)], ids=["three", "all"])
-def test_a_checkpoint_crosses_degrees(tmp_path: Path, plans: list[Any]) -> None:
-    """Saved under EP x FSDP, loaded under plain FSDP, another degree, HSDP x EP, and EP x TP, and back: bitwise."""
-
-    def state_of(model: nn.Module, optimizer: Any) -> dict[str, Any]:
-        params, state = checkpoint.get_state_dict(model, optimizer)
-        return {"model": params, "optimizer": state}
-
-    def rank_main(rank: int) -> None:
-        whole = None
-        for number, plan in enumerate(plans):
-            model = of_experts()
-            optimizer = adamw(model.parameters(), watched=False)
-            prepared = prepare_fully_shard(model, optimizer, parallelism=plan, show=False)
-            if whole is None:
-                train(model, optimizer, prepared, [0])
-            else:
-                state = state_of(model, optimizer)
-                checkpoint.load(state, checkpoint_id=tmp_path / str(number - 1))
-                model_state, optim_state = state["model"], state["optimizer"]
-                checkpoint.set_state_dict(model, optimizer, model_state_dict=model_state, optim_state_dict=optim_state)
-            found = collect(model, optimizer)
-            whole = whole or found
-            assert_same_training(found, whole, 0)
-            checkpoint.save(state_of(model, optimizer), checkpoint_id=tmp_path / str(number))
-
-    run_ranks(4, rank_main)
-
-
 # ---- Hugging Face ----------------------------------------------------------------------------------------------------
 
 QWEN = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
 MIXTRAL = {"num_local_experts": 4, "num_experts_per_tok": 2}
-
-
-@pytest.mark.filterwarnings("ignore")  # transformers' own, on import
-@pytest.mark.sample(1)
-@pytest.mark.parametrize(("kind", "sizes"), [("Mixtral", MIXTRAL), ("Qwen3Moe", QWEN)], ids=["Mixtral", "Qwen3Moe"])
-@pytest.mark.parametrize(
-    "plan",
-    [EP, {"expert_parallel_degree": 4, **TP}, {**EP, "data_parallel_replicate_degree": 2}],
-    ids=["ep", "tp", "hsdp"],
-)
-def test_experts_of_hugging_face(kind: str, sizes: dict[str, Any], plan: dict[str, Any]) -> None:
-    """Its fused experts keep their names and shapes, and get a forward that sends tokens."""
-    installed.needs("transformers")
-    make = partial(hugging_face, kind, **sizes)
-    check(4, make, plan, {"activation_checkpointing": "units"})
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -399,15 +338,7 @@ def test_numbers_of_a_layer_that_are_refused(options: dict[str, Any], said: str)
 )
 @pytest.mark.threads_only(reason="errors before anything is sent")
 def test_what_is_not_legal_changes_nothing(make: Make, plan: Any, said: str) -> None:
-    def rank_main(rank: int) -> None:
-        model = make()
-        before = dict(model.named_parameters())
-        with pytest.raises(ConfigError) as raised:
-            prepare_fully_shard(model, parallelism=plan, show=False)
-        assert said in str(raised.value) and "\n" not in str(raised.value)
-        assert all(p is before[name] for name, p in model.named_parameters())
-
-    run_ranks(4, rank_main)
+    assert_not_legal(make, plan, said)
 
 
 # ---- relations between axes: the number that is wrong without the plan, then the error with it -----------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
@@ -142,11 +143,11 @@ def test_float16_sums_do_not_overflow(impl: Implementation, communication: str) 
     """The gradients of four ranks are finite in float16 and so is their mean; their sum is not."""
 
     def rank_main(rank: int) -> None:
-        for shape in ((4,), (2, 2), (4, 1)):
-            policy = impl.MixedPrecisionPolicy(torch.float16, torch.float16)
+        for shape, reduce in product(((4,), (2, 2), (4, 1)), (torch.float16, None, torch.float32)):
+            policy = impl.MixedPrecisionPolicy(torch.float16, reduce)
             model: Any = impl.fully_shard(_linear(), mesh=_mesh(shape), mp_policy=policy)
             model(torch.full((1, 4), 30000.0)).sum().backward()
-            assert torch.all(_full(model.weight.grad) == 30000.0), shape
+            assert torch.all(_full(model.weight.grad) == 30000.0), (shape, reduce)
 
     with environment({"FULLSHARD_COMMUNICATION": communication}):
         run_ranks(4, rank_main)

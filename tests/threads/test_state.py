@@ -1,4 +1,4 @@
-"""What users do with sharded parameters between steps: state dicts, loading, moving, converting, editing, swapping.
+"""What users do with sharded parameters between steps: converting, editing, swapping, gathering by hand.
 
 After each of these the model trains as a plain one with the same values would.
 """
@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 import fullshard
 from fullshard import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -64,93 +64,15 @@ def _trains_like(rank: int, model: nn.Module, reference: nn.Module, world: int =
     _assert_equal_models(model, reference)
 
 
-def test_state_dict_is_sharded_at_any_moment() -> None:
-    base = _base(0)
-
-    def job(rank: int) -> None:
-        model = shard(copy.deepcopy(base))
-        state = model.state_dict()
-        assert list(state) == list(base.state_dict())
-        loss = _loss(model, part(batch(WORLD, 0), rank))  # the root stays full after forward
-        assert not isinstance(model.head.weight, DTensor)
-        state = model.state_dict()
-        for name, value in state.items():
-            assert isinstance(value, DTensor) and value.placements == (Shard(0),), name
-            assert torch.equal(value.full_tensor(), base.state_dict()[name])
-        loss.backward()  # gathers again what the state dict freed
-        assert all(isinstance(p, DTensor) and p.grad is not None for p in model.parameters())
-
-    run_ranks(WORLD, job)
-
-
-@pytest.mark.parametrize("how", ["in place", "assign", "assign after a step"])
-def test_loading_a_state_dict(how: str) -> None:
-    base, other = _base(0), _base(1)
-
-    def job(rank: int) -> None:
-        model, reference = shard(copy.deepcopy(base)), copy.deepcopy(other)
-        if how == "assign after a step":
-            _steps(model, rank, WORLD, _adam(model), range(1))
-        meta = model.state_dict()
-        full = other.state_dict()
-        sharded = {n: distribute_tensor(full[n], v.device_mesh, v.placements) for n, v in meta.items()}
-        if how != "in place":
-            sharded = {name: nn.Parameter(value) for name, value in sharded.items()}
-        model.load_state_dict(sharded, assign=how != "in place")
-        _trains_like(rank, model, reference)
-
-    run_ranks(WORLD, job)
-
-
-def test_loading_keeps_an_optimizer_that_was_built_before() -> None:
-    base, other = _base(0), _base(1)
-
-    def job(rank: int) -> None:
-        model, reference = shard(copy.deepcopy(base)), copy.deepcopy(other)
-        ours, theirs = _adam(model), _adam(reference)
-        meta, full = model.state_dict(), other.state_dict()
-        model.load_state_dict({n: distribute_tensor(full[n], v.device_mesh, v.placements) for n, v in meta.items()})
-        _steps(model, rank, WORLD, ours, range(3))
-        _plain_steps(reference, WORLD, theirs, range(3))
-        _assert_equal_models(model, reference)
-
-    run_ranks(WORLD, job)
-
-
-@pytest.mark.parametrize("optimizer_first", [False, True])
-def test_meta_device_then_to_empty_then_initialise(optimizer_first: bool) -> None:
-    base = _base(1)
-
-    def job(rank: int) -> None:
-        with torch.device("meta"):
-            model = Model()
-        shard(model)
-        assert all(p.is_meta for p in model.parameters())
-        with pytest.raises(RuntimeError, match="meta device"):
-            model(part(batch(WORLD, 0), rank))
-        optimizer = _adam(model) if optimizer_first else None
-        model.to_empty(device="cpu")
-        with torch.no_grad():
-            for p, value in zip(model.parameters(), base.parameters(), strict=True):
-                p.copy_(distribute_tensor(value, p.device_mesh, p.placements))
-        reference = copy.deepcopy(base)
-        _steps(model, rank, WORLD, optimizer or _adam(model), range(3))
-        _plain_steps(reference, WORLD, _adam(reference), range(3))
-        _assert_equal_models(model, reference)
-
-    run_ranks(WORLD, job)
-
-
 @pytest.mark.parametrize("world", [1, 2])
-@pytest.mark.parametrize("after_a_step", [False, True])
-def test_converting_the_dtype_of_a_sharded_model(after_a_step: bool, world: int) -> None:
+def test_converting_the_dtype_of_a_model_in_use(world: int) -> None:
+    """Before its first step: test_conversions_after_sharding."""
     base = _base(0)
 
     def job(rank: int) -> None:
         model, reference = shard(copy.deepcopy(base)), copy.deepcopy(base)
-        if after_a_step:
-            _steps(model, rank, world, _adam(model), range(1))
-            _plain_steps(reference, world, _adam(reference), range(1))
+        _steps(model, rank, world, _adam(model), range(1))
+        _plain_steps(reference, world, _adam(reference), range(1))
         model.double()
         reference.double()
         assert all(p.dtype is torch.float64 for p in model.parameters())
@@ -334,25 +256,6 @@ def test_a_held_gradient_does_not_change(impl: Implementation) -> None:
     run_ranks(WORLD, job)
 
 
-def test_tied_weights_stay_tied_through_saving_loading_and_to_empty() -> None:
-    base = _base(0, Tied)
-
-    def job(rank: int) -> None:
-        model = shard(copy.deepcopy(base))
-        assert model.head.weight is model.embedding.weight
-        model.load_state_dict(model.state_dict())
-        assert model.head.weight is model.embedding.weight
-        model.to_empty(device="cpu")
-        assert model.head.weight is model.embedding.weight
-        with torch.no_grad():
-            for p, value in zip(model.parameters(), base.parameters(), strict=True):
-                p.copy_(distribute_tensor(value, p.device_mesh, p.placements))
-        _trains_like(rank, model, copy.deepcopy(base))
-        assert model.head.weight is model.embedding.weight
-
-    run_ranks(WORLD, job)
-
-
 def test_weights_tied_across_units_are_refused_with_both_places() -> None:
     base = _base(0, Tied)
 
@@ -372,22 +275,6 @@ def test_weights_tied_across_units_are_refused_with_both_places() -> None:
         fully_shard(mended)
         assert mended.head.weight is mended.embedding.weight
         _trains_like(rank, mended, copy.deepcopy(base))
-
-    run_ranks(WORLD, job)
-
-
-def test_copies_and_pickles_are_refused() -> None:
-    base = _base(0)
-
-    def job(rank: int) -> None:
-        import pickle
-
-        model = shard(copy.deepcopy(base))
-        with pytest.raises(AssertionError, match="deepcopy"):
-            copy.deepcopy(model)
-        with pytest.raises(pickle.PicklingError, match="state_dict"):
-            pickle.dumps(model)
-        assert isinstance(copy.deepcopy(model.state_dict()), dict)
 
     run_ranks(WORLD, job)
 

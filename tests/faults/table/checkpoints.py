@@ -9,7 +9,7 @@ from tests.faults.actions import Action, send_signal, throw
 from tests.faults.cases import Case, Equal, Outcome, Raises, Setup, at
 from tests.faults.deeds import checkpoints as do
 from tests.faults.deeds import waits
-from tests.faults.table.waits import AFTER_SILENCE, ASLEEP, LIMIT, LISTENS, PLACE, SHORT, TO_DO
+from tests.faults.table.waits import ASLEEP, DEAD, LISTENS, PLACE, SILENT, TO_DO, UNHEARD
 
 KILLED, STOPPED = send_signal(signal.SIGKILL), send_signal(signal.SIGSTOP)
 RAISES = throw(ValueError, "injected")
@@ -36,33 +36,13 @@ def _fate(name: str, does: str, action: Action, call: Action, *words: str, **mor
 
 
 def _fates(name: str, what: str, call: Action, before: tuple[Any, ...] = ()) -> tuple[Case, ...]:
+    for_long = f"rank 1 sleeps before {what}, for longer than the process group's limit"
     return (
-        _fate(
-            f"{name}_killed", f"rank 1 is killed before {what}", KILLED, call, before=before, deaths=(1,), setup=LISTENS
-        ),
+        _fate(f"{name}_killed", f"rank 1 is killed before {what}", KILLED, call, before=before, setup=LISTENS, **DEAD),
         _fate(f"{name}_raises", f"rank 1 raises before {what}", RAISES, call, "injected", before=before),
         _fate(f"{name}_ends", f"rank 1 ends well before {what}", do.leave, call, before=before),
-        _fate(
-            f"{name}_stopped",
-            f"rank 1 is stopped before {what}",
-            STOPPED,
-            call,
-            before=before,
-            deaths=(1,),
-            within=AFTER_SILENCE,
-            setup=LISTENS,
-        ),
-        _fate(
-            f"{name}_asleep",
-            f"rank 1 sleeps before {what}, for longer than the process group's limit",
-            ASLEEP,
-            call,
-            PLACE,
-            before=before,
-            within=LIMIT + 6.0,
-            setup=SHORT,
-            limit=35.0,
-        ),
+        _fate(f"{name}_stopped", f"rank 1 is stopped before {what}", STOPPED, call, before=before, **SILENT),
+        _fate(f"{name}_asleep", for_long, ASLEEP, call, PLACE, before=before, **UNHEARD),
     )
 
 
@@ -209,12 +189,7 @@ def _legal(name: str, does: str, *struck: Any, **more: Any) -> Case:
 
 
 LEGAL = (
-    _legal(
-        "save_of_all",
-        "all ranks save in each step",
-        *(at(s, "step", do.save) for s in range(4)),
-        fast=True,
-    ),
+    _legal("save_of_all", "all ranks save in each step", *(at(s, "step", do.save) for s in range(4)), fast=True),
     _legal(
         "load_of_all", "all ranks load what they have just saved", at(1, "updated", do.save), at(1, "cleared", do.load)
     ),

@@ -5,87 +5,72 @@ from __future__ import annotations
 from typing import Any
 
 from tests.faults.actions import Action
-from tests.faults.cases import PLAIN, Case, Raises, Setup, at
+from tests.faults.cases import IN_STEP, PLAIN, Case, Moment, Raises, Setup, at
 from tests.faults.deeds import divergence as do
 
 # Who waits has waited for a second, the beat of the other one has seen it twice, and a step is under way before that.
 WITHIN = 8.0
 
 
-def _elsewhere(name: str, does: str, step: int, event: str, action: Action, *words: str, **more: Any) -> Case:
+def _elsewhere(name: str, does: str, action: Action, *words: str, when: Moment = IN_STEP, **more: Any) -> Case:
     """Rank 1 waits in a collective of torch's that the others do not take. They are told; it ends when they do."""
     expected = Raises("RanksDisagree", ("rank 1", *words, r"divergence\.py:\d+", r"rank \d waits"), "others", WITHIN)
-    return Case(f"divergence/{name}", does, expected, (at(step, event, action, rank=1),), **more)
+    return Case(f"divergence/{name}", does, expected, (at(*when, action, rank=1),), **more)
 
 
 ELSEWHERE = (
-    _elsewhere("full_tensor", "rank 1 alone asks for a full tensor", 1, "step", do.full_tensor, "full_tensor"),
+    _elsewhere("full_tensor", "rank 1 alone asks for a full tensor", do.full_tensor, "full_tensor"),
     _elsewhere(
-        "full_state",
-        "rank 1 alone makes full tensors of its state dict",
-        1,
-        "step",
-        do.full_state,
-        "full_tensor",
-        fast=True,
+        "full_state", "rank 1 alone makes full tensors of its state dict", do.full_state, "full_tensor", fast=True
     ),
     _elsewhere(
         "full_tensor_first",
         "rank 1 alone asks for a full tensor before the first step",
-        -1,
-        "ready",
         do.full_tensor,
         "full_tensor",
+        when=(-1, "ready"),
     ),
     _elsewhere(
         "full_tensor_of_three",
         "rank 1 of three asks for a full tensor between forward and backward",
-        1,
-        "loss",
         do.full_tensor,
         "full_tensor",
+        when=(1, "loss"),
         setup=Setup(world=3),
     ),
     _elsewhere(
         "gradient_full_tensor",
         "rank 1 alone asks for the full tensor of a gradient",
-        1,
-        "gradients",
         do.gradient_full_tensor,
         "full_tensor",
+        when=(1, "gradients"),
         fast=True,
     ),
     _elsewhere(
         "gradient_norm",
         "rank 1 alone asks for the norm of a gradient",
-        1,
-        "gradients",
         do.gradient_norm,
         "full_tensor",
+        when=(1, "gradients"),
     ),
     _elsewhere(
         "state_full_tensor",
         "rank 1 alone asks for the full tensor of an optimizer's state",
-        1,
-        "step",
         do.state_full_tensor,
         "full_tensor",
     ),
-    _elsewhere("all_reduce", "rank 1 alone reduces its loss for a log", 1, "loss", do.all_reduce, "all_reduce"),
-    _elsewhere("barrier", "rank 1 alone waits at a barrier", 1, "cleared", do.barrier, "barrier", fast=True),
+    _elsewhere("all_reduce", "rank 1 alone reduces its loss for a log", do.all_reduce, "all_reduce", when=(1, "loss")),
+    _elsewhere("barrier", "rank 1 alone waits at a barrier", do.barrier, "barrier", when=(1, "cleared"), fast=True),
     _elsewhere(
         "barrier_first",
         "rank 1 alone waits at a barrier before the first step",
-        -1,
-        "ready",
         do.barrier,
         "barrier",
+        when=(-1, "ready"),
     ),
     _elsewhere(
         "object_gather",
         "rank 1 of three alone gathers objects",
-        1,
-        "step",
         do.object_gather,
         "all_gather_object",
         setup=Setup(world=3),

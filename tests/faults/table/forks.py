@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from tests.faults.actions import Action
-from tests.faults.cases import PLAIN, Case, Equal, Outcome, Raises, Setup, at
+from tests.faults.cases import IN_STEP, PLAIN, Case, Equal, Moment, Outcome, Raises, Setup, at
 from tests.faults.deeds import forks as do
 from tests.faults.table.waits import AFTER_SILENCE, LISTENS
 
@@ -20,9 +20,9 @@ def _case(name: str, does: str, expected: Outcome, *struck: Any, **more: Any) ->
     return Case(f"forks/{name}", does, expected, struck, setup, limit=limit, **more)
 
 
-def _legal(name: str, does: str, step: int, event: str, action: Action, **more: Any) -> Case:
+def _legal(name: str, does: str, action: Action, when: Moment = IN_STEP, **more: Any) -> Case:
     """Rank 1 does it, and nobody hears of it."""
-    return _case(name, does, Equal(), at(step, event, action, rank=1), **more)
+    return _case(name, does, Equal(), at(*when, action, rank=1), **more)
 
 
 def _each_step(name: str, does: str, action: Action, **more: Any) -> Case:
@@ -31,81 +31,56 @@ def _each_step(name: str, does: str, action: Action, **more: Any) -> Case:
 
 
 CHILDREN = (
-    _legal(
-        "ends",
-        "a forked child of rank 1 ends with its exit handlers",
-        1,
-        "step",
-        do.child(do.nothing, pause=2.0),
-        fast=True,
-    ),
+    _legal("ends", "a forked child of rank 1 ends with its exit handlers", do.child(do.nothing, pause=2.0), fast=True),
     _legal(
         "ends_in_forward",
         "a forked child of rank 1 ends in a forward",
-        1,
-        "before layers.1",
         do.child(do.nothing, pause=2.0),
+        when=(1, "before layers.1"),
     ),
     _legal(
         "ends_in_backward",
         "a forked child of rank 1 ends in a backward",
-        1,
-        "backward layers.1",
         do.child(do.nothing, pause=2.0),
+        when=(1, "backward layers.1"),
     ),
     _legal(
         "ends_first",
         "a forked child of rank 1 ends before the first forward",
-        -1,
-        "ready",
         do.child(do.nothing, pause=2.0),
+        when=(-1, "ready"),
     ),
     _legal(
         "ends_before_all",
         "a forked child of rank 1 ends before anything is built",
-        -1,
-        "start",
         do.child(do.nothing, pause=2.0),
+        when=(-1, "start"),
     ),
-    _legal("ends_last", "a forked child of rank 1 ends after the last step", 3, "end", do.child(do.nothing)),
+    _legal("ends_last", "a forked child of rank 1 ends after the last step", do.child(do.nothing), when=(3, "end")),
+    _legal("throws", "a forked child of rank 1 ends with an exception", do.child(do.throws, pause=2.0)),
+    _legal("leaves", "a forked child of rank 1 leaves by os._exit(3)", do.child(do.leaves(3), pause=2.0)),
     _legal(
-        "throws",
-        "a forked child of rank 1 ends with an exception",
-        1,
-        "step",
-        do.child(do.throws, pause=2.0),
-    ),
-    _legal("leaves", "a forked child of rank 1 leaves by os._exit(3)", 1, "step", do.child(do.leaves(3), pause=2.0)),
-    _legal(
-        "collects", "a forked child of rank 1 gives the model up and ends", 1, "loss", do.child(do.collects, pause=2.0)
+        "collects",
+        "a forked child of rank 1 gives the model up and ends",
+        do.child(do.collects, pause=2.0),
+        when=(1, "loss"),
     ),
     _legal(
         "destroys",
         "a forked child of rank 1 destroys the process group and ends",
-        1,
-        "step",
         do.child(do.destroys_the_group, pause=2.0),
     ),
-    _legal("reads", "a forked child of rank 1 reads its shards and ends", 1, "step", do.child(do.reads_shards)),
-    _legal(
-        "closes", "a forked child of rank 1 closes checkpoints and ends", 1, "step", do.child(do.closes_checkpoints)
-    ),
-    _legal(
-        "lives",
-        "a forked child of rank 1 lives for three seconds beside it",
-        1,
-        "step",
-        do.in_another_thread(do.sleeps(3.0)),
-    ),
+    _legal("reads", "a forked child of rank 1 reads its shards and ends", do.child(do.reads_shards)),
+    _legal("closes", "a forked child of rank 1 closes checkpoints and ends", do.child(do.closes_checkpoints)),
+    _legal("lives", "a forked child of rank 1 lives for three seconds beside it", do.in_another_thread(do.sleeps(3.0))),
     _legal(
         "in_a_thread",
         "a thread of rank 1 forks a child in the middle of a step",
-        1,
-        "before layers.0",
         do.in_another_thread(do.nothing),
+        when=(1, "before layers.0"),
     ),
-    _legal("many", "ten children of rank 1 come and go", 1, "step", do.many_children),
-    _legal("subprocess", "rank 1 runs another program", 1, "step", do.subprocesses, fast=True),
+    _legal("many", "ten children of rank 1 come and go", do.many_children),
+    _legal("subprocess", "rank 1 runs another program", do.subprocesses, fast=True),
     _each_step("workers", "all ranks have worker processes in each step", do.workers),
     _each_step("worker", "all ranks have a worker process in each step", do.worker),
     _each_step("failing_worker", "worker processes of all ranks fail in each step", do.failing_worker),
@@ -178,37 +153,33 @@ COLLECTED = (
 )
 
 
-def _rank_0(name: str, does: str, step: int, event: str, action: Action, *words: str, **more: Any) -> Case:
+def _rank_0(name: str, does: str, action: Action, *words: str, when: Moment = IN_STEP, **more: Any) -> Case:
     """The rank that serves the store comes to its end; the others are told why, and not of a connection."""
     setup = more.pop("setup", HOSTED)
     expected = Raises("PeerFailed", ("rank 0", *words), on="others", within=more.pop("within", 5.0))
-    return _case(name, does, expected, at(step, event, action, rank=0), setup=setup, **more)
+    return _case(name, does, expected, at(*when, action, rank=0), setup=setup, **more)
 
 
 ENDS = (
-    _rank_0("host_raises", "rank 0, which serves the store, raises", 1, "step", do.fails, "injected", fast=True),
+    _rank_0("host_raises", "rank 0, which serves the store, raises", do.fails, "injected", fast=True),
     _rank_0(
         "host_raises_in_forward",
         "rank 0, which serves the store, raises in a forward",
-        1,
-        "before layers.1",
         do.fails,
         "injected",
+        when=(1, "before layers.1"),
     ),
-    _rank_0("host_ends", "rank 0, which serves the store, ends a step earlier", 1, "cleared", do.ends, "ended"),
+    _rank_0("host_ends", "rank 0, which serves the store, ends a step earlier", do.ends, "ended", when=(1, "cleared")),
     _rank_0(
         "host_raises_first",
         "rank 0, which serves the store, raises before the first forward",
-        -1,
-        "ready",
         do.fails,
         "injected",
+        when=(-1, "ready"),
     ),
     _rank_0(
         "host_raises_of_three",
         "rank 0 of three, which serves the store, raises",
-        1,
-        "step",
         do.fails,
         "injected",
         setup=replace(HOSTED, world=3),

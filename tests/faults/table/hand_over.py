@@ -30,21 +30,23 @@ def _call(name: str, does: str, call: Action, before: Action | None, error: str,
     return _case(name, does, expected, *struck, **more)
 
 
+def _dies(name: str, does: str, call: Action, before: Action, **more: Any) -> Case:
+    """Rank 1 comes to its end in the call, and the others hear of it."""
+    more = {"on": (0,), "deaths": (1,), **more}
+    return _call(name, does, call, before, "PeerFailed", "rank 1", **more)
+
+
 def _legal(name: str, does: str, *struck: Any, **more: Any) -> Case:
     return _case(name, does, Equal("undisturbed"), *struck, **more)
 
 
 TRANSFERS = (
     _legal("transfer", "all ranks hand the model over, and take it back", at(1, "cleared", do.hand_over)),
-    _call(
+    _dies(
         "transfer_killed",
         "rank 1 is killed in the middle of a transfer",
         do.hand_over,
         do.in_a_message(KILLED),
-        "PeerFailed",
-        "rank 1",
-        on=(0,),
-        deaths=(1,),
         fast=True,
     ),
     _call(
@@ -58,15 +60,11 @@ TRANSFERS = (
         deaths=(1,),
         setup=THREE,
     ),
-    _call(
+    _dies(
         "transfer_stopped",
         "rank 1 is stopped in the middle of a transfer",
         do.hand_over,
         do.in_a_message(STOPPED),
-        "PeerFailed",
-        "rank 1",
-        on=(0,),
-        deaths=(1,),
         setup=LISTENS,
         within=AFTER_SILENCE,
     ),
@@ -172,25 +170,12 @@ WEIGHTS = (
         "weights",
         on=(0,),
     ),
-    _call(
-        "weights_killed",
-        "rank 1 is killed with a bucket in its hands",
-        do.take_weights,
-        do.in_the_loop(KILLED),
-        "PeerFailed",
-        "rank 1",
-        on=(0,),
-        deaths=(1,),
-    ),
-    _call(
+    _dies("weights_killed", "rank 1 is killed with a bucket in its hands", do.take_weights, do.in_the_loop(KILLED)),
+    _dies(
         "weights_stopped",
         "rank 1 is stopped with a bucket in its hands",
         do.take_weights,
         do.in_the_loop(STOPPED),
-        "PeerFailed",
-        "rank 1",
-        on=(0,),
-        deaths=(1,),
         setup=LISTENS,
         within=AFTER_SILENCE,
     ),
@@ -246,16 +231,8 @@ SLEEP = (
         at(1, "cleared", do.sleep_and_wake),
         setup=REPLICAS,
     ),
-    _call(
-        "sleep_killed",
-        "rank 1 is killed while all are asleep",
-        do.wake,
-        KILLED,
-        "PeerFailed",
-        "rank 1",
-        first=(at(1, "cleared", do.sleep),),
-        on=(0,),
-        deaths=(1,),
+    _dies(
+        "sleep_killed", "rank 1 is killed while all are asleep", do.wake, KILLED, first=(at(1, "cleared", do.sleep),)
     ),
     _call(
         "sleep_on_one",
@@ -296,16 +273,12 @@ SLEEP = (
         TO_DO,
         first=(at(1, "cleared", do.sleep),),
     ),
-    _call(
+    _dies(
         "wake_killed",
         "rank 1 is killed while replicas bring back what they keep for each other",
         do.wake,
         do.in_the_waking(KILLED),
-        "PeerFailed",
-        "rank 1",
         first=(at(1, "cleared", do.sleep_with(drop="replicas")), at(1, "cleared", do.sleep)),
-        on=(0,),
-        deaths=(1,),
         setup=REPLICAS,
         fast=True,
     ),
@@ -324,10 +297,10 @@ SLEEP = (
 )
 
 
-def _owners(name: str, does: str, event: str, action: Action, *words: str, **more: Any) -> Case:
-    """Rank 1 does it in step 1; the other ranks learn of it in their update."""
+def _owners(name: str, does: str, action: Action, *words: str, **more: Any) -> Case:
+    """Rank 1 does it before its update; the other ranks learn of it in theirs."""
     expected = Raises(more.pop("error", "PeerFailed"), words, on=more.pop("on", (0,)), within=more.pop("within", 5.0))
-    return _case(name, does, expected, at(1, event, action, rank=1), setup=more.pop("setup", MUON), **more)
+    return _case(name, does, expected, at(1, "gradients", action, rank=1), setup=more.pop("setup", MUON), **more)
 
 
 OWNERS = (
@@ -342,7 +315,6 @@ OWNERS = (
     _owners(
         "owners_half",
         "rank 1 raises in its step of the second matrices, when the first are written",
-        "gradients",
         do.in_an_owner_s_step(RAISES, 2),
         "rank 1",
         "injected",
@@ -352,7 +324,6 @@ OWNERS = (
     _owners(
         "owners_killed",
         "rank 1 is killed in its step of what it owns",
-        "gradients",
         do.in_an_owner_s_step(KILLED),
         "rank 1",
         deaths=(1,),
@@ -360,7 +331,6 @@ OWNERS = (
     _owners(
         "owners_stopped",
         "rank 1 is stopped in its step of what it owns",
-        "gradients",
         do.in_an_owner_s_step(STOPPED),
         "rank 1",
         deaths=(1,),
@@ -370,7 +340,6 @@ OWNERS = (
     _owners(
         "owners_gradient",
         "rank 1 has no gradient of one matrix",
-        "gradients",
         do.gradient_gone,
         "rank 1",
         r"layers\.1\.up\.weight",
@@ -380,7 +349,6 @@ OWNERS = (
     _owners(
         "owners_left_out",
         "rank 1 leaves out a step of owners",
-        "gradients",
         do.no_update,
         "rank 1|ranks? .*1",
         error="RuntimeError",
@@ -389,7 +357,6 @@ OWNERS = (
     _owners(
         "owners_fewer",
         "rank 1's optimizer has a matrix less",
-        "gradients",
         do.fewer_matrices,
         "rank",
         "matrices",
@@ -399,7 +366,6 @@ OWNERS = (
     _owners(
         "owners_state",
         "rank 1's state of a matrix is in another dtype",
-        "gradients",
         do.other_dtype,
         "rank",
         "matrices",

@@ -25,10 +25,10 @@ _EQUAL_ROWS = (
 _NEVER_SEEDED = ("initial values", "ranks drew its own", "torch.manual_seed")
 
 
-def _differs(name: str, does: str, event: str, action: Action, *words: str, **more: Any) -> Case:
+def _differs(name: str, does: str, action: Action, *words: str, **more: Any) -> Case:
     """Rank 1 alone does it; all ranks have to say what differs, and between which ranks."""
     wanted = Raises("RanksDisagree", (*words, "rank 1"), within=more.pop("within", 5.0))
-    return Case(f"init/{name}", does, wanted, (at(-1, event, action, rank=1),), **more)
+    return Case(f"init/{name}", does, wanted, (at(-1, "built", action, rank=1),), **more)
 
 
 def _apart(name: str, does: str, mesh: Callable[[Run], Any], on: tuple[int, ...]) -> Case:
@@ -41,9 +41,8 @@ def _apart(name: str, does: str, mesh: Callable[[Run], Any], on: tuple[int, ...]
     return Case(f"init/{name}", does, wanted, struck, setup, program=do.train_for_long, limit=40.0)
 
 
-def _refused(name: str, does: str, event: str, action: Action, error: str, *words: str, **more: Any) -> Case:
-    step = more.pop("step", -1)
-    return Case(f"init/{name}", does, Raises(error, words), (at(step, event, action),), **more)
+def _refused(name: str, does: str, action: Action, error: str, *words: str, event: str = "built", **more: Any) -> Case:
+    return Case(f"init/{name}", does, Raises(error, words), (at(-1, event, action),), **more)
 
 
 CASES: tuple[Case, ...] = (
@@ -57,7 +56,6 @@ CASES: tuple[Case, ...] = (
     _differs(
         "seed_of_three",
         "rank 1 of three builds its model from another seed",
-        "built",
         do.other_seed,
         "embedding.weight",
         "seed",
@@ -65,10 +63,8 @@ CASES: tuple[Case, ...] = (
         setup=WORLD_OF_3,
         fast=True,
     ),
-    _differs("one_element", "one element of head.bias differs by 1e-6", "built", do.one_element, r"head\.bias"),
-    _differs(
-        "rows_swapped", "the same values in another order of rows", "built", do.rows_swapped, r"layers\.1\.up\.weight"
-    ),
+    _differs("one_element", "one element of head.bias differs by 1e-6", do.one_element, r"head\.bias"),
+    _differs("rows_swapped", "the same values in another order of rows", do.rows_swapped, r"layers\.1\.up\.weight"),
     Case(
         "init/seeds_all_different",
         "each of three ranks has a seed of its own",
@@ -86,37 +82,24 @@ CASES: tuple[Case, ...] = (
     _differs(
         "another_block",
         "rank 1 has a block with a wider linear",
-        "built",
         do.replace_layer(do.wider),
         r"layers\.1",
         "shape|13|14",
         fast=True,
     ),
+    _differs("renamed", "a module of rank 1 has another name", do.replace_layer(do.Renamed), r"layers\.1\.(up|lift)"),
+    _differs("extra_parameter", "rank 1 has a parameter more", do.extra_parameter, r"layers\.1", "extra"),
+    _differs("fewer_layers", "rank 1 has a layer less", do.fewer_layers, r"layers\.2"),
+    _differs("another_dtype", "a norm of rank 1 is bfloat16", do.to_bfloat16, r"layers\.1\.norm", "bfloat16"),
     _differs(
-        "renamed", "a module of rank 1 has another name", "built", do.replace_layer(do.Renamed), r"layers\.1\.(up|lift)"
-    ),
-    _differs("extra_parameter", "rank 1 has a parameter more", "built", do.extra_parameter, r"layers\.1", "extra"),
-    _differs("fewer_layers", "rank 1 has a layer less", "built", do.fewer_layers, r"layers\.2"),
-    _differs("another_dtype", "a norm of rank 1 is bfloat16", "built", do.to_bfloat16, r"layers\.1\.norm", "bfloat16"),
-    _differs(
-        "frozen",
-        "a weight is frozen on rank 1 alone",
-        "built",
-        do.freeze,
-        r"layers\.1\.up\.weight",
-        "requires_grad|frozen",
+        "frozen", "a weight is frozen on rank 1 alone", do.freeze, r"layers\.1\.up\.weight", "requires_grad|frozen"
     ),
     _differs(
-        "order_of_parameters",
-        "rank 1 registered its linears in another order",
-        "built",
-        do.reorder_parameters,
-        r"layers\.1",
+        "order_of_parameters", "rank 1 registered its linears in another order", do.reorder_parameters, r"layers\.1"
     ),
     _differs(
         "unit_left_out",
         "rank 1 does not shard layers.1",
-        "built",
         do.units("layers.0", "layers.2"),
         r"layers\.1",
         "fully_shard",
@@ -125,39 +108,33 @@ CASES: tuple[Case, ...] = (
     _differs(
         "unit_inside",
         "rank 1 shards a linear of layers.1 by itself",
-        "built",
         do.units("layers.0", "layers.1.up", "layers.1", "layers.2"),
         r"layers\.1\.up",
         "fully_shard",
     ),
-    _differs("no_units", "rank 1 makes one unit of the whole model", "built", do.units(), r"layers\.0", "fully_shard"),
+    _differs("no_units", "rank 1 makes one unit of the whole model", do.units(), r"layers\.0", "fully_shard"),
     Case(
         "init/other_order_of_wrapping",
         "rank 1 shards its layers in another order",
         Equal(),
         (at(-1, "built", do.units("layers.2", "layers.0", "layers.1"), rank=1),),
     ),
-    _differs(
-        "mixed_precision", "rank 1 computes in bfloat16", "built", do.shard_as(mp_policy=do.bf16_policy), "bfloat16"
-    ),
+    _differs("mixed_precision", "rank 1 computes in bfloat16", do.shard_as(mp_policy=do.bf16_policy), "bfloat16"),
     _differs(
         "reshard",
         "rank 1 keeps its parameters after forward",
-        "built",
         do.shard_as(reshard_after_forward=lambda run: False),
         "reshard",
     ),
     _differs(
         "columns",
         "rank 1 shards columns",
-        "built",
         do.shard_as(shard_placement_fn=do.shard_columns),
         r"Shard\(?(dim=)?1|placement",
     ),
     _differs(
         "turned_mesh",
         "rank 1's mesh has the ranks in another order",
-        "built",
         do.shard_as(mesh=do.turned_mesh),
         "mesh|rank",
         limit=15.0,
@@ -192,7 +169,6 @@ CASES: tuple[Case, ...] = (
     _refused(
         "optimizer_before",
         "the optimizer is built before fully_shard",
-        "built",
         do.optimizer_before,
         "RuntimeError",
         "fully_shard",
@@ -202,7 +178,6 @@ CASES: tuple[Case, ...] = (
     _refused(
         "meta",
         "the model is on the meta device at the first forward",
-        "built",
         do.on_meta,
         "RuntimeError",
         "meta",
@@ -212,11 +187,11 @@ CASES: tuple[Case, ...] = (
     _refused(
         "forgotten_values",
         "to_empty, and nobody writes values",
-        "wrapped",
         do.to_empty,
         "RuntimeError",
         r"embedding\.weight",
         "to_empty|value",
+        event="wrapped",
         fast=True,
     ),
     *(
@@ -257,34 +232,28 @@ CASES: tuple[Case, ...] = (
     _refused(
         "optimizer_over_full",
         "the optimizer is built over full parameters",
-        "wrapped",
         do.optimizer_over_full,
         "RuntimeError",
         "AdamW|optimizer",
         "full|shard",
+        event="wrapped",
         fast=True,
     ),
     _refused(
         "parameter_replaced",
         "a plain parameter replaces a sharded one",
-        "ready",
         do.parameter_replaced,
         "RuntimeError",
         r"layers\.1\.up\.weight|up\.weight",
         "shard|replaced|assign",
+        event="ready",
     ),
     _refused(
-        "not_contiguous",
-        "a parameter that is not contiguous",
-        "built",
-        do.not_contiguous,
-        "NotImplementedError",
-        "contiguous",
+        "not_contiguous", "a parameter that is not contiguous", do.not_contiguous, "NotImplementedError", "contiguous"
     ),
     _refused(
         "tied_across_units",
         "a parameter is tied from one unit to another",
-        "built",
         do.tied_across_units,
         "ValueError",
         r"layers\.0|up\.weight",
@@ -298,45 +267,26 @@ CASES: tuple[Case, ...] = (
         (at(-1, "wrapped", do.tied_behind),),
         also=Raises("RuntimeError", (r"head\.weight", "tie|before fully_shard|replaced|assign")),
     ),
-    _refused("scalar", "a parameter without dimensions", "built", do.scalar, "ValueError", "gain", "1D|1-D|dimension"),
+    _refused("scalar", "a parameter without dimensions", do.scalar, "ValueError", "gain", "1D|1-D|dimension"),
     _refused(
-        "root_first",
-        "the root is sharded before its parts",
-        "built",
-        do.root_first,
-        "RuntimeError",
-        "inner|before|parent",
+        "root_first", "the root is sharded before its parts", do.root_first, "RuntimeError", "inner|before|parent"
     ),
     _refused(
-        "twice",
-        "fully_shard is called twice for one module",
-        "built",
-        do.twice,
-        "AssertionError",
-        "already|twice|applied",
+        "twice", "fully_shard is called twice for one module", do.twice, "AssertionError", "already|twice|applied"
     ),
     _refused(
-        "module_list",
-        "fully_shard is called for a ModuleList",
-        "built",
-        do.module_list,
-        "ValueError",
-        "ModuleList",
-        "forward",
+        "module_list", "fully_shard is called for a ModuleList", do.module_list, "ValueError", "ModuleList", "forward"
     ),
-    _refused(
-        "three_axes", "a mesh with three axes", "built", do.shard_as(mesh=do.three_axes), "ValueError", "mesh", "3"
-    ),
+    _refused("three_axes", "a mesh with three axes", do.shard_as(mesh=do.three_axes), "ValueError", "mesh", "3"),
     _refused(
         "bad_reshard",
         "reshard_after_forward=3 on two ranks",
-        "built",
         do.shard_as(reshard_after_forward=lambda run: 3),
         "ValueError",
         "reshard_after_forward",
         "3",
     ),
-    _refused("list_as_root", "a list of modules as the root", "built", do.list_as_root, "RuntimeError", "list|root"),
+    _refused("list_as_root", "a list of modules as the root", do.list_as_root, "RuntimeError", "list|root"),
     Case(
         "init/rank_outside_of_mesh",
         "rank 1 is not in the mesh that it is given",
@@ -345,10 +295,7 @@ CASES: tuple[Case, ...] = (
         fast=True,
     ),
     _apart(
-        "another_axis",
-        "ranks 2 and 3 give another axis of the mesh than ranks 0 and 1",
-        do.another_axis,
-        on=(0, 1),
+        "another_axis", "ranks 2 and 3 give another axis of the mesh than ranks 0 and 1", do.another_axis, on=(0, 1)
     ),
     _apart(
         "half_of_the_ranks",
@@ -356,12 +303,7 @@ CASES: tuple[Case, ...] = (
         do.half_of_all,
         on=(0, 1),
     ),
-    _apart(
-        "one_on_another_axis",
-        "rank 3 alone gives another axis of the mesh",
-        do.alone_on_another_axis,
-        on=(1, 3),
-    ),
+    _apart("one_on_another_axis", "rank 3 alone gives another axis of the mesh", do.alone_on_another_axis, on=(1, 3)),
     Case(
         "init/uneven_columns",
         "Shard(1) of columns that do not divide",

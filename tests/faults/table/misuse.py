@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from tests.faults.actions import Action, evaluate
-from tests.faults.cases import PLAIN, Case, Equal, Raises, Setup, at
+from tests.faults.cases import IN_STEP, PLAIN, Case, Equal, Moment, Raises, Setup, at
 from tests.faults.deeds import misuse as do
 from tests.threads.programs import PROGRAMS, of_blocks
 
@@ -36,15 +36,14 @@ def _same(name: str, does: str, program: str, fast: bool = False) -> Case:
     return Case(f"misuse/{name}", does, PLAIN, setup=_program(program), fast=fast)
 
 
-def _deed(name: str, does: str, step: int, event: str, action: Action, **more: Any) -> Case:
+def _deed(name: str, does: str, action: Action, when: Moment = IN_STEP, **more: Any) -> Case:
     """All ranks, and the plain run, do it."""
-    return Case(f"misuse/{name}", does, more.pop("expected", PLAIN), (at(step, event, action),), **more)
+    return Case(f"misuse/{name}", does, more.pop("expected", PLAIN), (at(*when, action),), **more)
 
 
-def _refused(
-    name: str, does: str, event: str, action: Action, error: str, *words: str, step: int = 1, **more: Any
-) -> Case:
-    return Case(f"misuse/{name}", does, Raises(error, words), (at(step, event, action),), **more)
+def _refused(name: str, does: str, action: Action, *words: str, **more: Any) -> Case:
+    expected = Raises(more.pop("error", "RuntimeError"), words)
+    return Case(f"misuse/{name}", does, expected, (at(*more.pop("when", IN_STEP), action),), **more)
 
 
 LEGAL = (
@@ -71,40 +70,33 @@ LEGAL = (
     _same("detached_weight", "a weight is used detached", "detached_weight"),
     _same("two_dtypes", "parameters of two dtypes in one unit", "two_dtypes_in_a_unit"),
     _same("returns_a_parameter", "the model returns one of its parameters", "returns_a_parameter"),
-    _deed("backward_twice", "backward twice, the first with retain_graph", 1, "loss", do.backward_again),
+    _deed("backward_twice", "backward twice, the first with retain_graph", do.backward_again, when=(1, "loss")),
     Case("misuse/by_keyword", "inputs are given by keyword", PLAIN, setup=Setup(loss=do.by_keyword)),
-    _deed(
-        "edited_weight", "a held parameter is edited in place between steps", 1, "step", do.halve("layers.1.up.weight")
-    ),
+    _deed("edited_weight", "a held parameter is edited in place between steps", do.halve("layers.1.up.weight")),
     _deed(
         "edited_root_weight",
         "the root's head is edited after an evaluation",
-        1,
-        "step",
         lambda run: (run.look(), do.halve("head.weight")(run), run.look()) and None,
     ),
-    _deed("data_in_place", "`p.data *= ...` between steps", 1, "step", do.halve_data_in_place("layers.1.up.weight")),
+    _deed("data_in_place", "`p.data *= ...` between steps", do.halve_data_in_place("layers.1.up.weight")),
     _deed(
         "swapped_after_evaluation",
         "weights are swapped after an evaluation, and back",
-        1,
-        "step",
         do.swap_after_evaluation,
         fast=True,
     ),
-    _deed("average", "an average of weights is evaluated instead of them", 1, "step", do.average),
-    _deed("functional_call", "functional_call with other weights", 1, "step", do.average_call),
+    _deed("average", "an average of weights is evaluated instead of them", do.average),
+    _deed("functional_call", "functional_call with other weights", do.average_call),
     _deed(
         "optimizer_after_evaluation",
         "an evaluation runs before the optimizer is built",
-        -1,
-        "wrapped",
         evaluate,
+        when=(-1, "wrapped"),
         fast=True,
     ),
-    _deed("inference_before_training", "inference mode runs before the first step", -1, "ready", do.inference),
-    _deed("inference_between_steps", "inference mode runs between steps", 1, "step", do.inference),
-    _deed("evaluation_between", "an evaluation between forward and backward", 1, "loss", evaluate),
+    _deed("inference_before_training", "inference mode runs before the first step", do.inference, when=(-1, "ready")),
+    _deed("inference_between_steps", "inference mode runs between steps", do.inference),
+    _deed("evaluation_between", "an evaluation between forward and backward", evaluate, when=(1, "loss")),
     Case(
         "misuse/thawed_bf16",
         "a unit is frozen in the first step and thawed, in mixed precision",
@@ -125,19 +117,32 @@ LEGAL = (
         setup=replace(BF16, micros=2, hold=True, loss=do.last_unused),
     ),
     Case("misuse/window", "two micro-batches, the first held", PLAIN, setup=Setup(micros=2, hold=True)),
-    _deed("state_dict_in_between", "a state dict is taken between forward and backward", 1, "loss", do.state_dict),
     _deed(
-        "frozen_in_between", "a block is frozen between forward and backward", 1, "loss", do.freeze("layers.1", False)
+        "state_dict_in_between", "a state dict is taken between forward and backward", do.state_dict, when=(1, "loss")
     ),
-    _deed("unshard_twice", "unshard and reshard, each twice", 1, "step", do.unshard_twice),
-    _deed("load_plain", "a state dict of plain full tensors is loaded between steps", 1, "step", do.load_plain),
     _deed(
-        "gradient_by_hand", "gradients are scaled and taken away by the program", 1, "gradients", do.gradient_by_hand
+        "frozen_in_between",
+        "a block is frozen between forward and backward",
+        do.freeze("layers.1", False),
+        when=(1, "loss"),
     ),
-    _deed("torch_clip", "torch's clip_grad_norm_ between backward and update", 1, "gradients", do.torch_s_clip),
-    _deed("double", "the model is converted to float64 after fully_shard", -1, "ready", do.to_double),
-    _deed("hook_that_changes", "a forward hook of the user's changes a block's output", -1, "ready", do.doubling_hook),
-    _deed("zero_grad_in_between", "model.zero_grad() between forward and backward", 1, "loss", do.zero_between),
+    _deed("unshard_twice", "unshard and reshard, each twice", do.unshard_twice),
+    _deed("load_plain", "a state dict of plain full tensors is loaded between steps", do.load_plain),
+    _deed(
+        "gradient_by_hand",
+        "gradients are scaled and taken away by the program",
+        do.gradient_by_hand,
+        when=(1, "gradients"),
+    ),
+    _deed("torch_clip", "torch's clip_grad_norm_ between backward and update", do.torch_s_clip, when=(1, "gradients")),
+    _deed("double", "the model is converted to float64 after fully_shard", do.to_double, when=(-1, "ready")),
+    _deed(
+        "hook_that_changes",
+        "a forward hook of the user's changes a block's output",
+        do.doubling_hook,
+        when=(-1, "ready"),
+    ),
+    _deed("zero_grad_in_between", "model.zero_grad() between forward and backward", do.zero_between, when=(1, "loss")),
 )
 
 REFUSED = (
@@ -150,36 +155,24 @@ REFUSED = (
     _refused(
         "unit_by_itself_first",
         "a block runs by itself before the model does",
-        "ready",
         do.inner_first,
-        "RuntimeError",
         "root",
         "forward",
-        step=-1,
+        when=(-1, "ready"),
     ),
     _refused(
         "spent_graph",
         "backward of a graph that is spent",
-        "gradients",
         do.backward_of_a_spent_graph,
-        "RuntimeError",
         "second time",
         "retain_graph",
+        when=(1, "gradients"),
     ),
-    _refused(
-        "nothing_trainable",
-        "backward though everything is frozen",
-        "step",
-        do.all_frozen,
-        "RuntimeError",
-        "does not require grad",
-    ),
+    _refused("nothing_trainable", "backward though everything is frozen", do.all_frozen, "does not require grad"),
     _refused(
         "method",
         "a method of a block is called beside forward",
-        "step",
         do.call_method,
-        "RuntimeError",
         r"layers\.1",
         "register_fsdp_forward_method|fully_shard",
         setup=Setup(model=do.ModelWithMethod),
@@ -188,9 +181,7 @@ REFUSED = (
     _refused(
         "plain_part",
         "a linear inside of a block is called beside forward",
-        "step",
         do.call_linear,
-        "RuntimeError",
         MIXED,
         r"layers\.1\.up\.(weight|bias) of unit layers\.1",
         "unit_open",
@@ -198,9 +189,7 @@ REFUSED = (
     _refused(
         "weight_in_linear",
         "a weight is used outside of forward: F.linear",
-        "step",
         do.use_weight,
-        "RuntimeError",
         MIXED,
         r"layers\.1\.up\.(weight|bias) of unit layers\.1",
         "unit_open",
@@ -208,9 +197,7 @@ REFUSED = (
     _refused(
         "weight_of_another_unit",
         "the head reads the weight of a layer that is a unit of its own",
-        "step",
         do.weight_of_another_unit,
-        "RuntimeError",
         MIXED,
         r"layers\.1\.up\.weight of unit",
         "unit_open",
@@ -218,9 +205,7 @@ REFUSED = (
     _refused(
         "weight_in_arithmetic",
         "a weight is used outside of forward: x @ w.T",
-        "step",
         do.computes,
-        "RuntimeError",
         MIXED,
         r"head\.weight of unit root",
         "unit_open",
@@ -228,9 +213,7 @@ REFUSED = (
     _refused(
         "weight_added",
         "a weight is used outside of forward: x + w",
-        "step",
         do.adds,
-        "RuntimeError",
         MIXED,
         r"layers\.1\.norm\.weight of unit layers\.1",
         "unit_open",
@@ -238,27 +221,21 @@ REFUSED = (
     _refused(
         "assigned_data",
         "`p.data = ...` between steps",
-        "step",
         do.halve_data("layers.1.up.weight"),
-        "RuntimeError",
         r"layers\.1\.up\.weight",
         r"copy_|load_state_dict",
     ),
     _refused(
         "data_behind_evaluation",
         "`p.data = ...` of the root's head, between evaluations",
-        "step",
         do.halve_data_behind_evaluation,
-        "RuntimeError",
         r"head\.weight",
         r"copy_|load_state_dict",
     ),
     _refused(
         "average_by_data",
         "all parameters are averaged by `p.data = ...`",
-        "step",
         do.average_by_data,
-        "RuntimeError",
         r"embedding\.weight",
         r"copy_|load_state_dict",
         fast=True,
@@ -266,93 +243,57 @@ REFUSED = (
     _refused(
         "plain_data",
         "a plain tensor is assigned to `p.data`",
-        "step",
         do.plain_data,
-        "RuntimeError",
         r"layers\.1\.up\.weight",
         r"copy_|load_state_dict",
     ),
     _refused(
-        "deepcopy",
-        "the model is copied by copy.deepcopy",
-        "step",
-        do.copied,
-        "AssertionError",
-        "deepcopy|copy",
-        "state",
+        "deepcopy", "the model is copied by copy.deepcopy", do.copied, "deepcopy|copy", "state", error="AssertionError"
     ),
     _refused(
-        "pickle", "the model is pickled by torch.save", "step", do.pickle, "Exception", "pickle|process group", "state"
+        "pickle", "the model is pickled by torch.save", do.pickle, "pickle|process group", "state", error="Exception"
     ),
     _refused(
         "sync_left_off",
         "synchronisation is left off at optimizer.step()",
-        "step",
         do.sync_left_off,
-        "RuntimeError",
         "set_requires_gradient_sync",
         fast=True,
     ),
     _refused(
-        "wrong_shape",
-        "a state dict has another shape",
-        "step",
-        do.wrong_shape,
-        "RuntimeError",
-        r"layers\.1\.up\.weight",
-        "size mismatch|shape",
+        "wrong_shape", "a state dict has another shape", do.wrong_shape, r"layers\.1\.up\.weight", "size mismatch|shape"
     ),
-    _refused(
-        "missing_key",
-        "a state dict lacks a key",
-        "step",
-        do.missing_key,
-        "RuntimeError",
-        r"layers\.1\.up\.weight",
-        "missing",
-    ),
+    _refused("missing_key", "a state dict lacks a key", do.missing_key, r"layers\.1\.up\.weight", "missing"),
     _refused(
         "prefetch_of_a_plain_module",
         "a prefetch list names a module that is no unit",
-        "step",
         do.prefetch_of_a_plain_module,
-        "ValueError",
         "Linear",
         "FSDPModule|fully_shard",
+        error="ValueError",
     ),
-    _refused(
-        "reset_below_root",
-        "reset_iter_state() is called below the root",
-        "step",
-        do.reset_below,
-        "RuntimeError",
-        "root",
-    ),
+    _refused("reset_below_root", "reset_iter_state() is called below the root", do.reset_below, "root"),
     _refused(
         "method_that_is_not_there",
         "a forward method is registered that does not exist",
-        "step",
         do.method_that_is_not_there,
-        "ValueError",
         "generate",
+        error="ValueError",
     ),
     _refused(
         "grad_of_parameters",
         "torch.autograd.grad for sharded parameters",
-        "step",
         do.grad_of_parameters,
-        "RuntimeError",
         "not have been used in the graph",
         fast=True,
     ),
     _refused(
         "backward_for_parameters",
         "backward(inputs=sharded parameters), which would train nothing",
-        "loss",
         do.backward_for_parameters,
-        "RuntimeError",
         r"embedding\.weight|layers\.0",
         "requires_grad_",
+        when=(1, "loss"),
     ),
 )
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from tests.faults.actions import Action, send_signal
-from tests.faults.cases import PLAIN, Case, Equal, Outcome, Raises, Recovers, Setup, at
+from tests.faults.cases import IN_STEP, PLAIN, Case, Equal, Moment, Outcome, Raises, Recovers, Setup, at
 from tests.faults.deeds import optimizers as do
 
 # A difference of one step is found in the next one at the latest.
@@ -18,30 +18,30 @@ SCALES = replace(FOUR, scaler=True)
 TO_DO = r"; [a-z]+"
 
 
-def _case(name: str, does: str, expected: Outcome, step: int, event: str, action: Action, **more: Any) -> Case:
+def _case(name: str, does: str, expected: Outcome, action: Action, when: Moment = IN_STEP, **more: Any) -> Case:
     """Rank 1 alone does it."""
-    struck = (*more.pop("before", ()), at(step, event, action, rank=1))
+    struck = (*more.pop("before", ()), at(*when, action, rank=1))
     return Case(f"optimizers/{name}", does, expected, struck, more.pop("setup", FOUR), limit=20.0, **more)
 
 
-def _fact(name: str, does: str, step: int, event: str, action: Action, *words: str, **more: Any) -> Case:
+def _fact(name: str, does: str, action: Action, *words: str, **more: Any) -> Case:
     """All ranks are told what differs, on which rank, and what to do."""
     expected = Raises("RanksDisagree", ("rank 1", *words, TO_DO), within=more.pop("within", 5.0))
-    return _case(name, does, expected, step, event, action, **more)
+    return _case(name, does, expected, action, **more)
 
 
-def _legal(name: str, does: str, step: int, event: str, action: Action, bound: float = 0.0, **more: Any) -> Case:
-    return _case(name, does, Equal("undisturbed", bound), step, event, action, **more)
+def _legal(name: str, does: str, action: Action, bound: float = 0.0, **more: Any) -> Case:
+    return _case(name, does, Equal("undisturbed", bound), action, **more)
 
 
 HYPER = (
-    _fact("lr", "rank 1 has another learning rate", 1, "step", do.put(lr=0.02), r"\blr\b", r"0\.02", fast=True),
-    _fact("lr_first", "rank 1 has another learning rate from the start", -1, "ready", do.put(lr=0.02), r"\blr\b"),
+    _fact("lr", "rank 1 has another learning rate", do.put(lr=0.02), r"\blr\b", r"0\.02", fast=True),
+    _fact(
+        "lr_first", "rank 1 has another learning rate from the start", do.put(lr=0.02), r"\blr\b", when=(-1, "ready")
+    ),
     _fact(
         "lr_of_a_group",
         "rank 1 has another learning rate in one of two groups",
-        1,
-        "step",
         do.put(1, lr=0.03),
         r"\blr\b",
         r"0\.03",
@@ -50,8 +50,6 @@ HYPER = (
     _fact(
         "lr_on_a_mesh",
         "rank 1 of a 2 x 2 mesh has another learning rate",
-        1,
-        "step",
         do.put(lr=0.02),
         r"\blr\b",
         setup=replace(FOUR, world=4, options=do.hsdp),
@@ -59,8 +57,6 @@ HYPER = (
     _fact(
         "lr_of_three",
         "rank 1 of three has another learning rate",
-        1,
-        "step",
         do.put(lr=0.02),
         r"\blr\b",
         setup=replace(FOUR, world=3),
@@ -68,8 +64,6 @@ HYPER = (
     _fact(
         "lr_with_torch_messages",
         "rank 1 has another learning rate, and messages are as torch's",
-        1,
-        "step",
         do.put(lr=0.02),
         r"\blr\b",
         setup=replace(FOUR, steps=18, environment=(("FULLSHARD_COMMUNICATION", "torch"),)),
@@ -77,8 +71,6 @@ HYPER = (
     _fact(
         "lr_of_replicas",
         "rank 1 has another learning rate, nothing is sharded",
-        1,
-        "step",
         do.put(lr=0.02),
         r"\blr\b",
         setup=replace(FOUR, how="replicate"),
@@ -86,40 +78,34 @@ HYPER = (
     _fact(
         "schedule",
         "rank 1's schedule decays more slowly",
-        -1,
-        "ready",
         do.other_schedule,
         r"\blr\b",
+        when=(-1, "ready"),
         setup=replace(FOUR, schedule=do.decays(0.5)),
     ),
     _fact(
         "schedule_twice",
         "rank 1's schedule takes two steps in one",
-        1,
-        "updated",
         do.schedule_more,
         r"\blr\b",
+        when=(1, "updated"),
         setup=replace(FOUR, schedule=do.decays(0.5)),
     ),
     _fact(
         "schedule_stops",
         "rank 1's schedule takes no more steps",
-        1,
-        "step",
         do.schedule_less,
         r"\blr\b",
         setup=replace(FOUR, schedule=do.decays(0.5)),
     ),
-    _fact("weight_decay", "rank 1 has another weight decay", 1, "step", do.put(weight_decay=0.5), "weight_decay"),
-    _fact("betas", "rank 1 has other betas", 1, "step", do.put(betas=(0.5, 0.9)), "betas"),
-    _fact("eps", "rank 1 has another eps", 1, "step", do.put(eps=1e-2), "eps"),
-    _fact("maximize", "rank 1 maximizes", 1, "step", do.put(maximize=True), "maximize"),
-    _fact("amsgrad", "rank 1 has amsgrad", -1, "wrapped", do.make(do.adamw(amsgrad=True)), "amsgrad"),
+    _fact("weight_decay", "rank 1 has another weight decay", do.put(weight_decay=0.5), "weight_decay"),
+    _fact("betas", "rank 1 has other betas", do.put(betas=(0.5, 0.9)), "betas"),
+    _fact("eps", "rank 1 has another eps", do.put(eps=1e-2), "eps"),
+    _fact("maximize", "rank 1 maximizes", do.put(maximize=True), "maximize"),
+    _fact("amsgrad", "rank 1 has amsgrad", do.make(do.adamw(amsgrad=True)), "amsgrad", when=(-1, "wrapped")),
     _fact(
         "momentum",
         "rank 1 has another momentum",
-        1,
-        "step",
         do.put(momentum=0.5),
         "momentum",
         setup=replace(FOUR, optimizer=do.momentum),
@@ -127,26 +113,21 @@ HYPER = (
     _fact(
         "nesterov",
         "rank 1 has Nesterov's momentum",
-        1,
-        "step",
         do.put(nesterov=True),
         "nesterov",
         setup=replace(FOUR, optimizer=do.momentum),
     ),
-    _fact("class", "rank 1 has Adam where the others have AdamW", -1, "wrapped", do.make(do.adam), r"\bAdamW\b"),
+    _fact("class", "rank 1 has Adam where the others have AdamW", do.make(do.adam), r"\bAdamW\b", when=(-1, "wrapped")),
     _fact(
         "subset",
         "rank 1's optimizer has not the parameters of layers.1",
-        -1,
-        "wrapped",
         do.make(do.without_second),
         r"layers\.1",
+        when=(-1, "wrapped"),
     ),
     _fact(
         "group_added",
         "rank 1 alone adds the parameters of layers.1 to its optimizer in the middle of training",
-        1,
-        "step",
         do.add_second,
         r"layers\.1",
         setup=replace(FOUR, optimizer=do.without_second),
@@ -154,8 +135,6 @@ HYPER = (
     _fact(
         "groups_exchanged",
         "rank 1 exchanges the learning rates of its two groups",
-        1,
-        "step",
         do.exchange_rates,
         r"\blr\b",
         setup=replace(FOUR, optimizer=do.two_groups),
@@ -163,70 +142,62 @@ HYPER = (
     _legal(
         "groups_turned",
         "rank 1 has its two groups in the other order",
-        -1,
-        "wrapped",
         do.make(do.groups_turned),
+        when=(-1, "wrapped"),
         setup=replace(FOUR, optimizer=do.two_groups),
     ),
     _legal(
         "parameters_turned",
         "rank 1's optimizer has its parameters backwards",
-        -1,
-        "wrapped",
         do.make(do.parameters_turned),
+        when=(-1, "wrapped"),
     ),
     _legal(
-        "foreach", "rank 1 updates one parameter after the other", -1, "ready", do.put(foreach=False), 2e-5, fast=True
+        "foreach",
+        "rank 1 updates one parameter after the other",
+        do.put(foreach=False),
+        2e-5,
+        when=(-1, "ready"),
+        fast=True,
     ),
-    _legal("fused", "rank 1's optimizer is fused", -1, "wrapped", do.make(do.adamw(fused=True)), 2e-5),
-    _legal("lr_as_tensor", "rank 1's learning rate is a tensor", -1, "wrapped", do.make(do.lr_as_tensor), 2e-5),
+    _legal("fused", "rank 1's optimizer is fused", do.make(do.adamw(fused=True)), 2e-5, when=(-1, "wrapped")),
+    _legal("lr_as_tensor", "rank 1's learning rate is a tensor", do.make(do.lr_as_tensor), 2e-5, when=(-1, "wrapped")),
 )
 
 STATE = (
     _fact(
         "loaded_lr",
         "rank 1 loads its optimizer's state with another learning rate",
-        1,
-        "step",
         do.load_optimizer(lr=0.02),
         r"\blr\b|load_state_dict",
     ),
     _fact(
         "loaded_optimizer",
         "rank 1 alone loads an older state of its optimizer",
-        2,
-        "step",
         do.load_optimizer_kept,
         r"load_state_dict|\bsteps?\b",
+        when=(2, "step"),
         before=(at(1, "step", do.keep_state),),
         setup=replace(FOUR, steps=5),
     ),
     _fact(
         "loaded_model",
         "rank 1 alone loads an older state of its model",
-        2,
-        "step",
         do.load_model_kept,
         "load_state_dict|loaded|written",
+        when=(2, "step"),
         before=(at(1, "step", do.keep_state),),
         setup=replace(FOUR, steps=5),
         fast=True,
     ),
-    _fact("lost_state", "rank 1 loses its optimizer's state", 1, "step", do.lose_state, r"\bsteps?\b|state"),
-    _fact("made_anew", "rank 1 makes its optimizer anew", 1, "step", do.made_anew, r"\bsteps?\b|state"),
+    _fact("lost_state", "rank 1 loses its optimizer's state", do.lose_state, r"\bsteps?\b|state"),
+    _fact("made_anew", "rank 1 makes its optimizer anew", do.made_anew, r"\bsteps?\b|state"),
     _fact(
-        "steps_at_zero",
-        "rank 1 sets the counts of its optimizer's state back",
-        1,
-        "step",
-        do.steps_at_zero,
-        r"\bsteps?\b|state",
+        "steps_at_zero", "rank 1 sets the counts of its optimizer's state back", do.steps_at_zero, r"\bsteps?\b|state"
     ),
     _fact(
         "one_of_two_left_out",
         "rank 1 leaves out the second of two optimizers",
-        1,
-        "step",
         do.second_left_out,
         "step|SGD",
         setup=replace(FOUR, optimizer=do.both),
@@ -234,16 +205,12 @@ STATE = (
     _legal(
         "two_turned",
         "rank 1 calls two optimizers of different parameters in the other order",
-        1,
-        "step",
         do.turned,
         setup=replace(FOUR, optimizer=do.both),
     ),
     _fact(
         "zeros",
         "rank 1 calls zero_grad(set_to_none=False): whether a gradient is zero nobody looks",
-        1,
-        "step",
         do.zeros,
         "zero_grad",
     ),
@@ -260,8 +227,6 @@ WRITES = (
     _fact(
         "shards_scaled",
         "rank 1 alone multiplies its shards of layers.1 between two steps",
-        1,
-        "step",
         do.scaled_shards,
         r"layers\.1",
         "written|changed|version",
@@ -269,10 +234,9 @@ WRITES = (
     _fact(
         "average_kept",
         "rank 1 alone puts a running average instead of its parameters",
-        2,
-        "step",
         do.average_into_model,
         "written|changed|version",
+        when=(2, "step"),
         before=(at(0, "step", do.begin_average),),
     ),
     Case(
@@ -289,34 +253,24 @@ WRITES = (
     _fact(
         "gradient_scaled",
         "rank 1 alone multiplies gradients of layers.1 before the update",
-        1,
-        "gradients",
         do.gradient_scaled,
         r"layers\.1",
         "gradient",
+        when=(1, "gradients"),
     ),
     _fact(
         "gradient_gone",
         "rank 1 alone has no gradient of layers.1.up.weight at its update",
-        1,
-        "gradients",
         do.gradient_gone,
         r"layers\.1\.up\.weight",
         "gradient",
+        when=(1, "gradients"),
     ),
+    _fact("hook", "rank 1 alone has a tensor hook of a parameter", do.doubles, r"layers\.1\.up\.weight", "hook"),
     _fact(
-        "hook", "rank 1 alone has a tensor hook of a parameter", 1, "step", do.doubles, r"layers\.1\.up\.weight", "hook"
+        "hook_after", "rank 1 alone has a hook after accumulation of a gradient", do.doubles_after, r"layers\.1", "hook"
     ),
-    _fact(
-        "hook_after",
-        "rank 1 alone has a hook after accumulation of a gradient",
-        1,
-        "step",
-        do.doubles_after,
-        r"layers\.1",
-        "hook",
-    ),
-    _fact("step_hook", "rank 1 alone has a hook before its updates", 1, "step", do.step_hook, "hook|gradient"),
+    _fact("step_hook", "rank 1 alone has a hook before its updates", do.step_hook, "hook|gradient"),
     Case("optimizers/hook_of_all", "all ranks have the same tensor hook", PLAIN, (at(1, "step", do.looks),), FOUR),
     Case(
         "optimizers/doubled_by_all",
@@ -331,16 +285,12 @@ SETTINGS = (
     _fact(
         "divide_factor",
         "rank 1 divides its gradients by another factor from step 1 on",
-        1,
-        "step",
         do.setting("set_gradient_divide_factor", 3.0),
         "divide",
     ),
     _fact(
         "divide_factor_of_sharding",
         "one rank of a 2 x 2 mesh divides what it reduces by another factor",
-        1,
-        "step",
         do.setting("set_reduce_scatter_divide_factor", 3.0),
         "divide",
         setup=replace(FOUR, world=4, options=do.hsdp),
@@ -348,8 +298,6 @@ SETTINGS = (
     _fact(
         "all_reduce_hook",
         "one rank of a 2 x 2 mesh has an all-reduce hook",
-        1,
-        "step",
         do.all_reduce_hook,
         "hook",
         setup=replace(FOUR, world=4, options=do.hsdp),
@@ -357,20 +305,10 @@ SETTINGS = (
 )
 
 CLIPPING = (
-    _fact(
-        "clip_norm",
-        "rank 1 clips to another norm",
-        1,
-        "step",
-        do.clip_with(max_norm=0.01),
-        "max_norm|clip",
-        setup=CLIPS,
-    ),
+    _fact("clip_norm", "rank 1 clips to another norm", do.clip_with(max_norm=0.01), "max_norm|clip", setup=CLIPS),
     _fact(
         "clip_norm_type",
         "rank 1 clips by another kind of norm",
-        1,
-        "step",
         do.clip_with(norm_type=1.0),
         "norm_type|clip",
         setup=CLIPS,
@@ -378,21 +316,17 @@ CLIPPING = (
     _fact(
         "clip_inf",
         "rank 1 clips by the largest element",
-        1,
-        "step",
         do.clip_with(norm_type=float("inf")),
         "norm_type|clip",
         setup=CLIPS,
     ),
-    _fact("clip_subset", "rank 1 clips layers.1 alone", 1, "step", do.clip_second, "clip", setup=CLIPS),
-    _fact("clip_after", "rank 1 clips after its update", 1, "step", do.clip_after, "clip", setup=CLIPS),
-    _fact("clip_twice", "rank 1 clips twice", 1, "step", do.clip_twice, "clip", setup=CLIPS, within=8.0),
-    _fact("clip_never", "rank 1 does not clip", 1, "step", do.clip_never, "clip", setup=CLIPS, within=8.0),
+    _fact("clip_subset", "rank 1 clips layers.1 alone", do.clip_second, "clip", setup=CLIPS),
+    _fact("clip_after", "rank 1 clips after its update", do.clip_after, "clip", setup=CLIPS),
+    _fact("clip_twice", "rank 1 clips twice", do.clip_twice, "clip", setup=CLIPS, within=8.0),
+    _fact("clip_never", "rank 1 does not clip", do.clip_never, "clip", setup=CLIPS, within=8.0),
     _fact(
         "clip_parts_turned",
         "rank 1 clips two parts of the model in the other order",
-        1,
-        "step",
         do.clip_parts("layers.1", "layers.0"),
         "clip",
         before=(at(1, "step", do.clip_parts("layers.0", "layers.1")),),
@@ -402,26 +336,20 @@ CLIPPING = (
         "clip_of_torch",
         "rank 1 clips by torch's function, which sends other messages",
         Raises("RanksDisagree", ("rank 1", "clip", TO_DO), on=(0,), within=8.0),
-        1,
-        "step",
         do.clip_of_torch,
         setup=CLIPS,
     ),
     _fact(
         "clip_of_replicas",
         "rank 1 clips to another norm, nothing is sharded",
-        1,
-        "step",
         do.clip_with(max_norm=0.01),
         "max_norm|clip",
         setup=replace(CLIPS, how="replicate"),
     ),
-    _legal("clip_foreach", "rank 1 scales one by one", 1, "step", do.clip_with(foreach=False), setup=CLIPS),
+    _legal("clip_foreach", "rank 1 scales one by one", do.clip_with(foreach=False), setup=CLIPS),
     _legal(
         "clip_error_off",
         "rank 1 alone asks for no error of infinite norms, of which there are none",
-        1,
-        "step",
         do.clip_with(error_if_nonfinite=False),
         setup=CLIPS,
     ),
@@ -431,52 +359,45 @@ SCALING = (
     _fact(
         "scale",
         "rank 1's scaler begins at another scale",
-        -1,
-        "ready",
         do.scaler(init_scale=32.0),
         "scale",
+        when=(-1, "ready"),
         setup=SCALES,
     ),
-    _fact("scale_set", "rank 1 sets another scale", 1, "step", do.scaler_set, "scale", setup=SCALES),
-    _fact(
-        "scale_loaded", "rank 1 loads a scaler with another scale", 1, "step", do.scaler_loaded, "scale", setup=SCALES
-    ),
+    _fact("scale_set", "rank 1 sets another scale", do.scaler_set, "scale", setup=SCALES),
+    _fact("scale_loaded", "rank 1 loads a scaler with another scale", do.scaler_loaded, "scale", setup=SCALES),
     _fact(
         "growth_interval",
         "rank 1's scale grows after each step",
-        -1,
-        "ready",
         do.scaler(growth_interval=1),
         "growth|scale",
+        when=(-1, "ready"),
         setup=SCALES,
     ),
     _fact(
         "growth_factor",
         "rank 1's scale grows by another factor",
-        -1,
-        "ready",
         do.scaler(growth_factor=4.0, growth_interval=1),
         "growth|scale",
+        when=(-1, "ready"),
         before=(at(-1, "ready", do.scaler(growth_interval=1), rank=0),),
         setup=SCALES,
     ),
     _fact(
         "backoff_factor",
         "rank 1's scale shrinks by another factor, when all skip an update",
-        -1,
-        "ready",
         do.scaler(backoff_factor=0.25),
         "backoff|scale",
+        when=(-1, "ready"),
         before=(at(1, "gradients", do.infs_everywhere),),
         setup=SCALES,
     ),
     _fact(
         "scaler_disabled",
         "rank 1's scaler is switched off",
-        -1,
-        "ready",
         do.scaler(enabled=False),
         "scale",
+        when=(-1, "ready"),
         setup=SCALES,
         within=8.0,
     ),
@@ -484,30 +405,27 @@ SCALING = (
         "scaler_never_updated",
         "rank 1 does not update its scaler, which torch refuses in the next step",
         Raises("PeerFailed", ("rank 1", "update"), on=(0,)),
-        0,
-        "step",
         do.scaler_never_updated,
+        when=(0, "step"),
         setup=SCALES,
     ),
     _legal(
         "unscale",
         "rank 1 unscales before its step, the others in it: the same messages",
-        1,
-        "gradients",
         do.unscale,
+        when=(1, "gradients"),
         setup=SCALES,
     ),
     _case(
         "unscale_twice",
         "rank 1 unscales twice, which torch refuses",
         Raises("PeerFailed", ("rank 1", "unscale_"), on=(0,)),
-        1,
-        "gradients",
         do.unscale_twice,
+        when=(1, "gradients"),
         before=(at(1, "gradients", do.unscale, rank=0),),
         setup=SCALES,
     ),
-    _legal("scale_logged", "rank 1 alone reads its scale for a log", 1, "step", do.scale_logged, setup=SCALES),
+    _legal("scale_logged", "rank 1 alone reads its scale for a log", do.scale_logged, setup=SCALES),
     Case(
         "optimizers/infs_of_all",
         "all ranks skip an update because of infs, and continue with half the scale",

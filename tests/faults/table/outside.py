@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from tests.faults.actions import Action
-from tests.faults.cases import PLAIN, Case, Equal, Outcome, Raises, Setup, Warns, at
+from tests.faults.cases import IN_STEP, PLAIN, Case, Equal, Outcome, Raises, Setup, Warns, at
 from tests.faults.deeds import outside as do
 
 TO_DO = r"; [a-z]+"
@@ -21,19 +21,14 @@ WHOLE = Setup(steps=4, options=do.whole)
 REPLICATED = Setup(steps=4, how="replicate")
 
 
-def _case(
-    name: str, does: str, expected: Outcome, step: int, event: str, action: Action, ranks: tuple[int, ...], **more: Any
-) -> Case:
-    struck = (*more.pop("before", ()), *(at(step, event, action, rank=rank) for rank in ranks))
-    return Case(f"outside/{name}", does, expected, struck, more.pop("setup"), limit=20.0, **more)
-
-
-def _differs(name: str, does: str, step: int, event: str, action: Action, *words: str, **more: Any) -> Case:
+def _differs(name: str, does: str, action: Action, *words: str, **more: Any) -> Case:
     """All ranks are told which parameter, which rank, and what to do."""
     ranks = more.pop("ranks", (1,))
     who = r"rank 1" if ranks == (1,) else r"ranks? (0 and 1|2 and 3|[0-3])"
     wanted = Raises("RanksDisagree", (who, *words, TO_DO))
-    return _case(name, does, wanted, step, event, action, ranks, **more)
+    when = more.pop("when", IN_STEP)
+    struck = (*more.pop("before", ()), *(at(*when, action, rank=rank) for rank in ranks))
+    return Case(f"outside/{name}", does, wanted, struck, more.pop("setup"), limit=20.0, **more)
 
 
 def _all(name: str, does: str, *struck: tuple[int, str, Action], setup: Setup, **more: Any) -> Case:
@@ -46,10 +41,9 @@ ALONE = (
     _differs(
         "appended",
         "a layer that is appended after fully_shard has other values on rank 1",
-        -1,
-        "ready",
         do.moved("layers.3.up.weight"),
         r"layers\.3\.up\.weight",
+        when=(-1, "ready"),
         before=(at(-1, "wrapped", do.append_same),),
         setup=PLAIN_MODEL,
         fast=True,
@@ -65,10 +59,9 @@ ALONE = (
     _differs(
         "appended_on_one",
         "rank 1 alone appends a layer after fully_shard",
-        -1,
-        "wrapped",
         do.append_same,
         r"layers\.3",
+        when=(-1, "wrapped"),
         setup=replace(PLAIN_MODEL, averaged=False),
     ),
     _all(
@@ -88,8 +81,6 @@ ALONE = (
     _differs(
         "ignored_later",
         "rank 1 alone writes an ignored parameter between two steps",
-        1,
-        "step",
         do.moved("head.weight"),
         r"head\.weight",
         setup=IGNORED,
@@ -105,8 +96,6 @@ ALONE = (
     _differs(
         "ignored_loaded",
         "rank 1 alone loads other values into an ignored head between two steps",
-        1,
-        "step",
         do.load_head(9),
         r"head\.(weight|bias)",
         setup=IGNORED,
@@ -115,35 +104,30 @@ ALONE = (
     _differs(
         "head",
         "a head outside of what is sharded has other values on rank 1",
-        -1,
-        "built",
         do.moved("head.weight"),
         WEIGHT_OUTSIDE,
+        when=(-1, "built"),
         setup=HEAD,
     ),
     _differs(
         "head_named",
         "a head outside of what is sharded has other values on rank 1, and the optimizer knows its name",
-        -1,
-        "built",
         do.moved("head.weight"),
         r"head\.weight",
+        when=(-1, "built"),
         setup=replace(HEAD, optimizer=do.named),
     ),
     _differs(
         "head_of_three",
         "a head outside of what is sharded has other values on rank 1 of three",
-        -1,
-        "built",
         do.moved("head.bias"),
         BIAS_OUTSIDE,
+        when=(-1, "built"),
         setup=replace(HEAD, world=3),
     ),
     _differs(
         "head_loaded",
         "rank 1 alone loads other values into a head outside of what is sharded",
-        1,
-        "step",
         do.load_head(9),
         WEIGHT_OUTSIDE,
         setup=HEAD,
@@ -151,10 +135,9 @@ ALONE = (
     _differs(
         "head_frozen",
         "rank 1 alone freezes a head outside of what is sharded",
-        -1,
-        "ready",
         do.flip("head.weight"),
         WEIGHT_OUTSIDE,
+        when=(-1, "ready"),
         setup=replace(HEAD, averaged=False),
     ),
     _all("head_of_all", "all ranks have a head outside of what is sharded, and average its gradients", setup=HEAD),
@@ -177,10 +160,9 @@ REPLICAS = (
     _differs(
         "replica_seed",
         "one replica of a 2 x 2 mesh builds its model from another seed",
-        -1,
-        "built",
         do.seed_of_rank,
         r"embedding\.weight",
+        when=(-1, "built"),
         ranks=(2, 3),
         setup=HSDP,
     ),
@@ -209,17 +191,14 @@ REPLICAS = (
     _differs(
         "replicate_one_element",
         "one parameter of rank 1 has other values after replicate",
-        -1,
-        "ready",
         do.moved("layers.1.up.bias"),
         r"layers\.1\.up\.bias",
+        when=(-1, "ready"),
         setup=REPLICATED,
     ),
     _differs(
         "replica_written",
         "one rank of a 2 x 2 mesh writes its shard between two steps",
-        1,
-        "step",
         do.moved("layers.1.up.weight"),
         r"layers\.1",
         setup=HSDP,
@@ -227,8 +206,6 @@ REPLICAS = (
     _differs(
         "replicate_written",
         "rank 1 alone writes a replicated parameter between two steps",
-        1,
-        "step",
         do.moved("layers.1.up.weight"),
         r"layers\.1",
         setup=REPLICATED,
@@ -277,8 +254,6 @@ REPLICAS = (
     _differs(
         "load_on_one",
         "rank 1 alone loads a state dict between two steps",
-        1,
-        "step",
         do.load(5),
         "load_state_dict|loaded|written",
         setup=Setup(steps=4),
@@ -294,10 +269,7 @@ def _from_meta(name: str, does: str, action: Action, *words: str, setup: Setup |
 
 MATERIALIZED = (
     _from_meta(
-        "init_by_rank",
-        "materialize's initialiser reads the rank",
-        do.materialize_by_rank,
-        r"embedding\.weight|layers",
+        "init_by_rank", "materialize's initialiser reads the rank", do.materialize_by_rank, r"embedding\.weight|layers"
     ),
     _from_meta(
         "init_own_seed",

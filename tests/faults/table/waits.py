@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from tests.faults.actions import Action, send_signal, throw
-from tests.faults.cases import PLAIN, Case, Equal, Outcome, Raises, Setup, at
+from tests.faults.cases import PLAIN, Case, Equal, Moment, Outcome, Raises, Setup, at
 from tests.faults.deeds import waits as do
 
 TO_DO = r"; [a-z]+"
@@ -28,59 +28,38 @@ def _case(name: str, does: str, expected: Outcome, *struck: Any, **more: Any) ->
     )
 
 
+# What comes with a fate of rank 1: a silence that is noticed, or one that is left to the process group's limit.
+DEAD: dict[str, Any] = {"deaths": (1,)}
+SILENT: dict[str, Any] = {"deaths": (1,), "setup": LISTENS, "within": AFTER_SILENCE}
+UNHEARD: dict[str, Any] = {"setup": SHORT, "within": LIMIT + 6.0, "limit": 35.0}
+ALIVE: dict[str, Any] = {**UNHEARD, "error": "RuntimeError"}
+
+
 def _fate(
-    name: str, does: str, place: tuple[int, str], action: Action, call: Action | None, *words: str, **more: Any
+    name: str, does: str, place: Moment, action: Action, *words: str, call: Action | None = None, **more: Any
 ) -> Case:
     """Rank 1 does `action` where the others make `call`, and where it would have, too; they hear of it."""
-    step, event = place
-    error, within = more.pop("error", "PeerFailed"), more.pop("within", 5.0)
-    before = more.pop("before", ())
-    struck = [*before, at(step, event, action, rank=1)]
+    struck = [*more.pop("before", ()), at(*place, action, rank=1)]
     if call is not None:
         # On rank 1 as well, where it gets there.
-        struck += [at(step, event, call)]
-    expected = Raises(error, ("rank 1", *words), on=more.pop("on", (0,)), within=within)
-    return _case(name, does, expected, *struck, **more)
+        struck += [at(*place, call)]
+    error, on, within = more.pop("error", "PeerFailed"), more.pop("on", (0,)), more.pop("within", 5.0)
+    return _case(name, does, Raises(error, ("rank 1", *words), on=on, within=within), *struck, **more)
 
 
 KILLED, STOPPED = send_signal(signal.SIGKILL), send_signal(signal.SIGSTOP)
 RAISES = throw(ValueError, "injected")
 
 
-def _fates(name: str, what: str, place: tuple[int, str], call: Action, **more: Any) -> tuple[Case, ...]:
+def _fates(name: str, what: str, place: Moment, call: Action, before: tuple[Any, ...] = ()) -> tuple[Case, ...]:
     """Four fates of rank 1 at a call that the others make."""
-    setup = more.pop("setup", Setup())
-    heard = replace(setup, environment=(*setup.environment, *LISTENS.environment))
-    short = replace(setup, group_seconds=LIMIT)
+    same: dict[str, Any] = {"call": call, "before": before}
+    for_long = f"rank 1 sleeps before {what}, for longer than the process group's limit"
     return (
-        _fate(
-            f"{name}_killed", f"rank 1 is killed before {what}", place, KILLED, call, setup=heard, deaths=(1,), **more
-        ),
-        _fate(f"{name}_raises", f"rank 1 raises before {what}", place, RAISES, call, "injected", setup=setup, **more),
-        _fate(
-            f"{name}_stopped",
-            f"rank 1 is stopped before {what}",
-            place,
-            STOPPED,
-            call,
-            setup=heard,
-            deaths=(1,),
-            within=AFTER_SILENCE,
-            **more,
-        ),
-        _fate(
-            f"{name}_asleep",
-            f"rank 1 sleeps before {what}, for longer than the process group's limit",
-            place,
-            ASLEEP,
-            call,
-            PLACE,
-            setup=short,
-            error="RuntimeError",
-            within=LIMIT + 6.0,
-            limit=35.0,
-            **more,
-        ),
+        _fate(f"{name}_killed", f"rank 1 is killed before {what}", place, KILLED, **same, **DEAD, setup=LISTENS),
+        _fate(f"{name}_raises", f"rank 1 raises before {what}", place, RAISES, "injected", **same),
+        _fate(f"{name}_stopped", f"rank 1 is stopped before {what}", place, STOPPED, **same, **SILENT),
+        _fate(f"{name}_asleep", for_long, place, ASLEEP, PLACE, **same, **ALIVE),
     )
 
 
@@ -88,19 +67,12 @@ META = (at(-1, "built", do.on_meta),)
 
 COLLECTIVES = (
     # Once before, so that there is a sign of life to miss.
-    *_fates(
-        "sync",
-        "sync_module_states",
-        (-1, "built"),
-        do.synchronise,
-        before=(at(-1, "built", do.synchronise),),
-    ),
+    *_fates("sync", "sync_module_states", (-1, "built"), do.synchronise, before=(at(-1, "built", do.synchronise),)),
     _fate(
         "sync_left_out",
         "rank 1 leaves sync_module_states out",
         (-1, "built"),
         do.sleep(0.0),
-        None,
         "sync_module_states",
         TO_DO,
         error="RanksDisagree",
@@ -120,7 +92,6 @@ COLLECTIVES = (
         "rank 1 writes values itself where the others call materialize",
         (-1, "wrapped"),
         do.write_values,
-        None,
         "materialize",
         TO_DO,
         error="RanksDisagree",
@@ -138,16 +109,16 @@ COLLECTIVES = (
     *_fates("full_params", "full_params", (1, "step"), do.full_params),
     *_fates("guard", "the end of a guarded block", (1, "step"), do.guard),
     *_fates("clip", "clip_grad_norm_", (1, "gradients"), do.clip),
-    _fate("check_killed", "rank 1 is killed before check_gradients", (1, "gradients"), KILLED, do.check, deaths=(1,)),
-    _fate("drift_killed", "rank 1 is killed before find_drift", (1, "step"), KILLED, do.find_drift, deaths=(1,)),
-    _fate("drift_raises", "rank 1 raises before find_drift", (1, "step"), RAISES, do.find_drift, "injected"),
+    _fate("check_killed", "rank 1 is killed before check_gradients", (1, "gradients"), KILLED, call=do.check, **DEAD),
+    _fate("drift_killed", "rank 1 is killed before find_drift", (1, "step"), KILLED, call=do.find_drift, **DEAD),
+    _fate("drift_raises", "rank 1 raises before find_drift", (1, "step"), RAISES, "injected", call=do.find_drift),
     _fate(
         "buffers_killed",
         "rank 1 is killed before buffers are synchronised",
         (1, "step"),
         KILLED,
-        do.synchronise_buffers,
-        deaths=(1,),
+        call=do.synchronise_buffers,
+        **DEAD,
     ),
     _case(
         "guard_on_one",
@@ -169,65 +140,40 @@ FIRST = (
         "rank 1 is killed before it touches the library: there is no sign of life to miss, and the limit counts",
         (-1, "start"),
         KILLED,
-        None,
-        setup=SHORT,
-        deaths=(1,),
-        within=LIMIT + 6.0,
-        limit=35.0,
+        **UNHEARD,
+        **DEAD,
     ),
-    _fate("first_raises", "rank 1 raises before it builds a model", (-1, "start"), RAISES, None, "injected", fast=True),
-    _fate("first_ends", "rank 1 ends well before it builds a model", (-1, "start"), do.leave, None),
+    _fate("first_raises", "rank 1 raises before it builds a model", (-1, "start"), RAISES, "injected", fast=True),
+    _fate("first_ends", "rank 1 ends well before it builds a model", (-1, "start"), do.leave),
     _fate(
         "first_stopped",
         "rank 1 is stopped before it touches the library: likewise",
         (-1, "start"),
         STOPPED,
-        None,
-        setup=SHORT,
-        deaths=(1,),
-        within=LIMIT + 6.0,
-        limit=35.0,
+        **UNHEARD,
+        **DEAD,
     ),
     _fate(
         "first_asleep",
         "rank 1 never builds a model, and is alive: it has said nothing of itself",
         (-1, "start"),
         ASLEEP,
-        None,
         "has not begun to train",
-        setup=SHORT,
-        error="RuntimeError",
-        within=LIMIT + 6.0,
-        limit=35.0,
+        **ALIVE,
     ),
-    _fate(
-        "first_asleep_built",
-        "rank 1 builds a model, and never runs it",
-        (-1, "ready"),
-        ASLEEP,
-        None,
-        PLACE,
-        setup=SHORT,
-        error="RuntimeError",
-        within=LIMIT + 6.0,
-        limit=35.0,
-    ),
+    _fate("first_asleep_built", "rank 1 builds a model, and never runs it", (-1, "ready"), ASLEEP, PLACE, **ALIVE),
     _fate(
         "first_half_killed",
         "rank 1 is killed between two calls of fully_shard",
         (-1, "built"),
         do.half_built(KILLED),
-        None,
-        setup=LISTENS,
-        deaths=(1,),
-        within=AFTER_SILENCE,
+        **SILENT,
     ),
     _fate(
         "first_half_raises",
         "rank 1 raises between two calls of fully_shard",
         (-1, "built"),
         do.half_built(RAISES),
-        None,
         "injected",
     ),
     _fate(
@@ -235,36 +181,20 @@ FIRST = (
         "fully_shard refuses an argument of rank 1 alone",
         (-1, "built"),
         do.fails_in_fully_shard,
-        None,
         "reshard_after_forward",
     ),
-    _fate("first_raises_built", "rank 1 raises after fully_shard", (-1, "ready"), RAISES, None, "injected"),
-    _fate(
-        "first_stopped_built",
-        "rank 1 is stopped after fully_shard",
-        (-1, "ready"),
-        STOPPED,
-        None,
-        setup=LISTENS,
-        deaths=(1,),
-        within=AFTER_SILENCE,
-    ),
+    _fate("first_raises_built", "rank 1 raises after fully_shard", (-1, "ready"), RAISES, "injected"),
+    _fate("first_stopped_built", "rank 1 is stopped after fully_shard", (-1, "ready"), STOPPED, **SILENT),
     _fate(
         "first_of_three",
         "rank 1 of three raises before it builds a model",
         (-1, "start"),
         RAISES,
-        None,
         "injected",
         setup=Setup(world=3),
         on=(0, 2),
     ),
-    _case(
-        "first_late",
-        "rank 1 builds its model three seconds later",
-        Equal(),
-        at(-1, "start", rank=1, stall=3.0),
-    ),
+    _case("first_late", "rank 1 builds its model three seconds later", Equal(), at(-1, "start", rank=1, stall=3.0)),
     _case("first_late_built", "rank 1 runs its model four seconds later", Equal(), at(-1, "ready", rank=1, stall=4.0)),
     _case(
         "first_again",
@@ -365,37 +295,25 @@ LIMITS = (
         "rank 1 sleeps in a forward, for longer than the process group's limit",
         (1, "before layers.1"),
         ASLEEP,
-        None,
         PLACE,
-        setup=SHORT,
-        error="RuntimeError",
-        within=LIMIT + 6.0,
-        limit=35.0,
+        **ALIVE,
     ),
     _fate(
         "limit_between",
         "rank 1 sleeps between two steps, for longer than the process group's limit",
         (1, "step"),
         ASLEEP,
-        None,
         PLACE,
-        setup=SHORT,
-        error="RuntimeError",
-        within=LIMIT + 6.0,
-        limit=35.0,
+        **ALIVE,
     ),
     _fate(
         "limit_of_three",
         "rank 1 of three sleeps in its backward, for longer than the process group's limit",
         (1, "backward layers.1"),
         ASLEEP,
-        None,
         PLACE,
-        setup=replace(SHORT, world=3),
         on=(0, 2),
-        error="RuntimeError",
-        within=LIMIT + 6.0,
-        limit=35.0,
+        **{**ALIVE, "setup": replace(SHORT, world=3)},
     ),
     _case(
         "limit_nearly",
