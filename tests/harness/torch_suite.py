@@ -30,7 +30,7 @@ class Row:
 
 
 _BASIC, _TRAINING = "threads/test_conformance_basic.py::test_", "threads/test_conformance_training.py::test_"
-_STATE, _SUITE = "threads/test_conformance_state.py::test_", "threads/test_conformance_suite.py::test_"
+_STATE, _SUITE = "threads/test_conformance_basic.py::test_", "threads/test_conformance_suite.py::test_"
 _SURFACE, _CALLS = "fake/test_conformance_surface.py::test_", "threads/test_surface_calls.py::test_"
 _MESSAGES = "procs/test_conformance_messages.py::test_"
 _CONTROLS, _HSDP = "threads/test_reduction_controls.py::test_", "threads/test_hsdp.py::test_"
@@ -74,8 +74,8 @@ ROWS = (
     Row("training", "HSDPTraining", "parity on meshes that replicate",
         (_HSDP + "training_equals_the_plain_model", _HSDP + "mixed_precision")),
     Row("training", "CustomForwardMethod", "registered methods",
-        ("threads/test_surface_methods.py::test_a_registered_method_trains",
-         "threads/test_surface_methods.py::test_a_registered_method_casts_and_runs_without_gradients")),
+        ("threads/test_surface_calls.py::test_a_registered_method_trains",
+         "threads/test_surface_calls.py::test_a_registered_method_casts_and_runs_without_gradients")),
     Row("training", "ShareCommContext", "roots that share", (_CALLS + "models_that_share_train_as_before",)),
     Row("training", "WorldSize1", "one rank trains as the plain model",
         (_TRAINING + "training_with_adamw_equals_the_plain_model", _SUITE + "gradients_in_a_world_of_one")),
@@ -101,7 +101,7 @@ ROWS = (
     Row("state dict", "StateDictMultiProcess", "saving and loading, sharded and full, with offload, replicas and tensor parallelism",
         (_STATE + "state_dict_is_sharded_and_needs_no_communication",
          _DICTS + "the_next_steps_after_loading_are_those_of_plain_training",
-         "threads/test_tensor_parallel_state.py::test_full_state_dicts_go_out_and_come_back")),
+         "threads/test_tensor_parallel.py::test_full_state_dicts_go_out_and_come_back")),
     Row("state dict", "StateDictMultiThread", "state dicts at any moment; full ones on rank 0 alone",
         (_DICTS + "state_dicts_are_sharded_at_any_moment_without_a_message", _DICTS + "saved_values_are_those_of_this_rank_and_no_more"),
         ("procs/test_state_dcp.py::test_a_checkpoint_is_read_on_another_world_and_by_the_other_library",), "uses both libraries itself"),
@@ -138,7 +138,7 @@ ROWS = (
         (_SUITE + "a_unit_inside_runs_alone", _SURFACE + "other_error_types")),
     Row("init", "MetaDeviceInit", "meta device, one axis and two, values of rank 0 alone",
         ("threads/test_initialisation.py::test_the_flow_of_torch_s_users",
-         "threads/test_tensor_parallel_state.py::test_meta_device_then_both_parallelisms_then_memory"),
+         "threads/test_tensor_parallel.py::test_meta_device_then_both_parallelisms_then_memory"),
         ("procs/test_state_dcp.py::test_what_is_set_is_trained_on",), "broadcast from rank 0, by torch's functions"),
     Row("init", "ProcessGroupInit", "meshes made from process groups", (_SUITE + "meshes_from_process_groups",)),
     Row("init", "HSDPBroadcast", "values sent along the replicas", (_SUITE + "values_sent_along_replicas",)),
@@ -158,7 +158,7 @@ ROWS = (
         (_TP + "training_with_tensor_parallelism_is_that_of_the_plain_model", _TP + "programs_around_tensor_parallelism",
          "threads/test_strategies.py::test_tensor_parallelism")),
     Row("2-D", "2DStateDict", "full state dicts of both parallelisms",
-        ("threads/test_tensor_parallel_state.py::test_full_state_dicts_go_out_and_come_back",)),
+        ("threads/test_tensor_parallel.py::test_full_state_dicts_go_out_and_come_back",)),
     Row("2-D", "DTensor", "`dp_mesh_dims` on a mesh that has all axes: parity, placements, refusals; unused DTensor parameters",
         ("threads/test_full_mesh.py::test_training_on_a_full_mesh",
          "threads/test_hsdp.py::test_replicas_on_a_full_mesh", "threads/test_full_mesh.py::test_refusals",

@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 @pytest.mark.hang_after(900)
 def test_conformance_on_processes() -> None:
     """Ranks are forks of a child. Each test of these files; of those that run in several worlds, two ranks."""
-    files = [f"tests/threads/test_conformance_{name}.py" for name in ("basic", "training", "state", "suite")]
+    files = [f"tests/threads/test_conformance_{name}.py" for name in ("basic", "training", "suite")]
     options = ["-q", "-rA", "-p", "no:cacheprovider", "--ranks=gloo", "--both", "-k", "not 1- and not 3- and not 4-"]
     child = subprocess.run(
         [sys.executable, "-m", "pytest", *options, *files],

@@ -18,8 +18,8 @@ from fullshard.comm import exchange
 from tests.harness.forked import run_forks
 from tests.harness.killed import DONE, run_killed
 from tests.harness.models import seeded
-from tests.threads.test_relayout import _model as _laid_out_model
 from tests.threads.test_transfer import LAYOUTS, assert_moved, laid_out, values
+from tests.threads.test_transfer import _model as _laid_out_model
 from tests.threads.test_weights import plain, sharded
 
 pytestmark = pytest.mark.hang_after(120)

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
+from benchmarks.scale import Law, file_calls, law_of
 from fullshard import checkpoint
 from fullshard._torch import strided_shard
 from fullshard.checkpoint import CheckpointDamaged, CheckpointError, CheckpointMismatch, save_plan, saving
@@ -417,3 +418,14 @@ def _refuse_to_lend(*_: object) -> None:
 
 def test_layouts_are_all_pairs() -> None:
     assert len(list(itertools.product(LAYOUTS, LAYOUTS))) == 64
+
+
+# ---- the laws of benchmarks/scale.py -------------------------------------------------------------------------
+
+
+def test_calls_with_a_file_name() -> None:
+    found = file_calls((2, 4, 8))
+    save, load, files = (law_of({world: counts[i] for world, counts in found.items()}) for i in range(3))
+    assert files == Law(1, 3)
+    assert save == Law(3, 19)
+    assert load == Law(8, 2)

@@ -1,17 +1,21 @@
-"""Conformance: what the parameters are, and when they are full or sharded.
+"""Conformance: what the parameters are, when they are full or sharded, mixed precision, state dicts; and in the fewest
+lines what torch 2.13 refuses or gets wrong.
 
 Programs written for torch's FSDP2 rely on what is asserted here. Ranks are threads, so values are real; each test is a
-function of (rank, impl) that asserts on its own rank.
-"""
+function of (rank, impl) that asserts on its own rank."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
+from tests.harness import tolerance
 from tests.harness.behaviours import behaviour
 from tests.harness.implementations import (
     Implementation,
@@ -23,11 +27,7 @@ from tests.harness.implementations import (
     run,
     sharded,
 )
-from tests.harness.models import (
-    Case,
-    Transformer,
-    seeded,
-)
+from tests.harness.models import Case, Transformer, seeded
 
 # ---- parameters ----------------------------------------------------------------------------------------------
 
@@ -208,3 +208,230 @@ def test_explicit_prefetch_changes_no_value(impl: Implementation, world: int) ->
             assert kinds(model) == {DTensor}
 
     run(rank_main, impl, world=world)
+
+
+# ---- mixed precision and state dicts -------------------------------------------------------------------------
+
+# ---- mixed precision -----------------------------------------------------------------------------------------
+
+
+@behaviour("dtypes of parameters, inputs, outputs and gradients under a policy", area="mixed precision")
+@for_each_implementation
+@each_world
+def test_mixed_precision_dtypes(impl: Implementation, world: int) -> None:
+    def rank_main(rank: int, impl: Implementation) -> None:
+        policy = impl.MixedPrecisionPolicy(
+            param_dtype=torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.float64
+        )
+        model = sharded(impl, probes(2), mp_policy=policy)
+        out = model(torch.randn(2, 5))
+        assert out.dtype == torch.float64
+        out.sum().backward()
+        for probe in model:
+            assert probe.seen == [(nn.Parameter, (5, 5), torch.bfloat16, torch.bfloat16)]
+        for param in model.parameters():
+            assert param.dtype == torch.float32, "storage stays in the original dtype"
+            assert param.grad is not None and param.grad.dtype == torch.float32
+
+    run(rank_main, impl, world=world)
+
+
+@behaviour("inputs are cast in any nesting, or left alone by `cast_forward_inputs=False`", area="mixed precision")
+@for_each_implementation
+@each_world
+def test_inputs_are_left_alone_when_asked(impl: Implementation, world: int) -> None:
+    class KeepsInput(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(4))
+            self.dtypes: list[torch.dtype] = []
+
+        def forward(self, x: torch.Tensor, *, extra: dict[str, list[torch.Tensor]]) -> torch.Tensor:
+            self.dtypes += [x.dtype, extra["a"][0].dtype, extra["a"][1].dtype]
+            return x.to(self.weight.dtype) * self.weight
+
+    def rank_main(rank: int, impl: Implementation) -> None:
+        for cast, floating in ((True, torch.bfloat16), (False, torch.float32)):
+            policy = impl.MixedPrecisionPolicy(param_dtype=torch.bfloat16, cast_forward_inputs=cast)
+            model = impl.fully_shard(KeepsInput(), mp_policy=policy)
+            out = model(torch.ones(4), extra={"a": [torch.ones(2), torch.arange(2)]})
+            assert model.dtypes == [floating, floating, torch.int64], "floating-point tensors in any nesting, no others"
+            assert out.dtype == torch.bfloat16
+
+    run(rank_main, impl, world=world)
+
+
+@behaviour("bfloat16 gradients are reduced in float32", area="mixed precision")
+@for_each_implementation
+@each_world
+def test_reduction_in_float32_of_bfloat16_gradients(impl: Implementation, world: int) -> None:
+    """Each rank's bfloat16 gradient is exact here, and so is their float32 mean; a bfloat16 sum would round it away."""
+    contributions = [1.0, 1 / 512, 0.0, 0.0][:world]  # 1 + 1/512 has no bfloat16
+
+    def rank_main(rank: int, impl: Implementation) -> None:
+        policy = impl.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        model = impl.fully_shard(seeded(lambda: nn.Linear(3, 4, bias=False)), mp_policy=policy)
+        model(torch.full((1, 3), contributions[rank])).sum().backward()
+        expected = torch.full((4, 3), sum(contributions) / world)
+        assert torch.equal(model.weight.grad.full_tensor(), expected)
+
+    run(rank_main, impl, world=world)
+
+
+# ---- state dicts ---------------------------------------------------------------------------------------------
+
+
+@behaviour("`state_dict` is sharded and needs no communication; `load_state_dict` puts it back", area="state")
+@for_each_implementation
+@each_world
+def test_state_dict_is_sharded_and_needs_no_communication(impl: Implementation, world: int) -> None:
+    def rank_main(rank: int, impl: Implementation) -> None:
+        plain = seeded(Transformer)
+        plain.register_buffer("steps", torch.tensor(3))
+        keys = list(plain.state_dict())
+        model = plain
+        for layer in model.layers:
+            impl.fully_shard(layer)
+        impl.fully_shard(model)
+        model(torch.zeros(1, 3, dtype=torch.long)).sum().backward()
+        if rank == 0:  # alone: a collective in here would wait for rank 1 and the test would hang
+            state = model.state_dict()
+            assert list(state) == keys
+            for name, value in state.items():
+                assert isinstance(value, DTensor) == (name != "steps"), name
+                if isinstance(value, DTensor):
+                    assert value.placements == (Shard(0),) and not value.requires_grad
+        dist.barrier()
+        state = {name: value.clone() for name, value in model.state_dict().items()}
+        with torch.no_grad():
+            for param in model.parameters():
+                param.zero_()
+        model.load_state_dict(state)
+        for name, value in model.state_dict().items():
+            local, wanted = (t.to_local() if isinstance(t, DTensor) else t for t in (value, state[name]))
+            assert torch.equal(local, wanted), name
+        before = model(torch.zeros(1, 3, dtype=torch.long))
+        with torch.no_grad():
+            model.head.weight.mul_(2)
+        assert tolerance.close(model(torch.zeros(1, 3, dtype=torch.long)), 2 * before), (
+            "a change is seen by the next forward"
+        )
+
+    run(rank_main, impl, world=world)
+
+
+# ---- what torch refuses or gets wrong ------------------------------------------------------------------------
+
+
+def _odd() -> nn.Module:
+    return seeded(lambda: nn.Sequential(nn.Linear(5, 3), nn.Tanh(), nn.Linear(3, 7)))
+
+
+@behaviour(
+    "`shard_placement_fn`: `Shard(i)` of a dim that the world does not divide",
+    area="placement",
+    torch="better",
+    reason="shards are cut as `torch.chunk` cuts along any dim; torch asks for even ones",
+)
+@pytest.mark.parametrize("world", [2, 4])
+def test_uneven_columns(world: int, impl: Implementation) -> None:
+    expected = _odd()
+    expected(torch.ones(1, 5)).sum().backward()
+
+    def rank_main(rank: int, impl: Implementation) -> None:
+        model = impl.fully_shard(_odd(), shard_placement_fn=lambda p: Shard(p.ndim - 1))
+        model(torch.ones(1, 5)).sum().backward()
+        for name, p in model.named_parameters():
+            grad, whole = p.grad, expected.get_parameter(name).grad
+            chunks = whole.chunk(world, dim=p.ndim - 1)
+            assert grad.placements == (Shard(p.ndim - 1),)
+            assert grad.to_local().shape[-1] == (chunks[rank].shape[-1] if rank < len(chunks) else 0)
+            tolerance.assert_close(grad.full_tensor(), whole)
+
+    run(rank_main, impl, world=world)
+
+
+@behaviour(
+    "`clip_grad_norm_` by the largest element, where a rank owns none",
+    area="clipping",
+    torch="better",
+    reason="`fullshard.clip_grad_norm_` takes an empty shard for 0; torch's function fails on it",
+)
+def test_largest_element_of_an_empty_shard(impl: Implementation) -> None:
+    expected = _odd()
+    expected(torch.ones(1, 5)).sum().backward()
+    norm = torch.nn.utils.clip_grad_norm_(expected.parameters(), 0.01, float("inf"))
+
+    def rank_main(rank: int, impl: Implementation) -> None:
+        model = impl.fully_shard(_odd())  # 3 and 7 rows
+        model(torch.ones(1, 5)).sum().backward()
+        found = impl.clip(model.parameters(), 0.01, float("inf"))
+        tolerance.assert_close(found.full_tensor() if hasattr(found, "full_tensor") else found, norm)
+        for name, p in model.named_parameters():
+            tolerance.assert_close(p.grad.full_tensor(), expected.get_parameter(name).grad)
+
+    run(rank_main, impl, world=4)
+
+
+class _Rotary(nn.Module):
+    """A buffer that was computed on a real device, and no checkpoint holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("frequencies", torch.arange(4, device="cpu") + 1.0, persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x) * self.frequencies
+
+
+@behaviour(
+    "a buffer with data keeps it through `to_empty`",
+    area="initialisation",
+    torch="better",
+    reason="only what has no data is given new memory; torch leaves whatever is in memory",
+)
+def test_buffers_with_data_keep_it(impl: Implementation) -> None:
+    def rank_main(rank: int, impl: Implementation) -> None:
+        model = impl.fully_shard(_Rotary())
+        torch.full((4,), 7.0)  # freed at once: memory that is likely to be handed out next is not as it should be
+        model.to_empty(device="cpu")
+        assert torch.equal(model.frequencies, torch.arange(4) + 1.0)
+
+    run(rank_main, impl)
+
+
+@behaviour(
+    "parameters that nothing wrote since `to_empty` are an error of the first forward, by name",
+    area="initialisation",
+    torch="better",
+    reason="torch trains on whatever is in memory",
+)
+def test_uninitialised_parameters_are_named(impl: Implementation) -> None:
+    def rank_main(rank: int, impl: Implementation) -> None:
+        with torch.device("meta"):
+            model: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        impl.fully_shard(model)
+        model.to_empty(device="cpu")
+        with torch.no_grad():
+            for p in (*model[0].parameters(), model[1].bias):
+                p.zero_()
+        with pytest.raises(RuntimeError, match="1.weight"):
+            model(torch.ones(1, 4))
+
+    run(rank_main, impl)
+
+
+@behaviour(
+    "a child sharded after its root is an error that names the parameter",
+    area="errors",
+    torch="better",
+    reason="torch raises a TypeError that names nothing ('value was None')",
+)
+def test_root_sharded_before_its_children(impl: Implementation) -> None:
+    def rank_main(rank: int, impl: Implementation) -> None:
+        model: Any = impl.fully_shard(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
+        with pytest.raises((ValueError, RuntimeError), match="weight"):
+            impl.fully_shard(model[0])
+
+    run(rank_main, impl)

@@ -228,7 +228,7 @@ def test_hooks_on_sharded_parameters_see_the_reduced_gradient(impl: Implementati
 @each_world
 @pytest.mark.parametrize("norm_type", [2.0, 1.0, float("inf")])
 def test_clipping_by_the_global_norm(norm_type: float, impl: Implementation, world: int) -> None:
-    # On four ranks some own no row, of which torch's clipping cannot take the largest; test_conformance_beyond.py.
+    # On four ranks some own no row, of which torch's clipping cannot take the largest; test_conformance_basic.py.
     case = BY_NAME["uneven_mlp" if world < 4 or norm_type < float("inf") else "transformer"]
     reference = case.build()
     for rank in range(world):

@@ -27,7 +27,7 @@ from tests.harness.fake import fake_world
 from tests.harness.models import seeded
 from tests.harness.threads import run_ranks
 from tests.threads.programs import Block, Model, batch, part, shard
-from tests.threads.test_agreement_legal import Experts
+from tests.threads.test_agreement import Experts
 
 # Who waits longer tells it, and somebody reads why. Those who are late come after many times of that.
 PATIENCE, LATE = 0.03, 0.5

@@ -1,9 +1,12 @@
-"""What ranks tell each other besides tensors: agreement, failures, meetings (peers/scope.py)."""
+"""What ranks tell each other besides tensors (peers/scope.py), whose watch a process has, and what torch records."""
 
 from __future__ import annotations
 
 import re
+import sys
+import threading
 import time
+import weakref
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -14,7 +17,19 @@ import torch.distributed as dist
 from torch import nn
 
 from fullshard import fully_shard, guard
-from fullshard.peers import PeerFailed, RanksDisagree, Scope, Settings, Wait, Watch, scope_of, wait_until, watch
+from fullshard._torch import Recorded, active_collectives, issued_by_group, known_groups
+from fullshard.peers import (
+    PeerFailed,
+    RanksDisagree,
+    Scope,
+    Settings,
+    Wait,
+    Watch,
+    is_current,
+    scope_of,
+    wait_until,
+    watch,
+)
 from tests.harness.fake import fake_world
 from tests.harness.models import seeded
 from tests.harness.threads import run_ranks, several
@@ -423,3 +438,76 @@ def test_a_guard_is_of_sharded_models() -> None:
     with pytest.raises(ValueError, match="guarded: expected models with sharded modules, found a value of type Linear"):
         with guard(nn.Linear(2, 2)):
             pass
+
+
+# ---- the watch of a process ----------------------------------------------------------------------------------
+
+# The package has a function of the module's name.
+WATCH: Any = sys.modules["fullshard.peers.watch"]
+
+
+class Another:
+    """A process group that was there before, at the same place in memory."""
+
+
+@pytest.mark.threads_only(reason="what is put in its place is of this process")
+def test_a_watch_is_of_one_process_group_and_waits_as_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(WATCH, "timeout_of", lambda group: 77.0)
+
+    def ranks(rank: int) -> None:
+        here = watch()
+        assert here is not None and watch() is here and is_current(here)
+        assert here.settings.limit_seconds == 77.0 and here.settings.silence_seconds == 77.0 / 3
+        key, another = id(dist.group.WORLD), Another()
+        before = WATCH._watches[key]
+        WATCH._watches[key] = (weakref.ref(another), here)
+        assert not is_current(here) and watch() is not here
+        WATCH._watches[key] = before
+        assert is_current(here) and not is_current(WATCH.Watch(*[here.records.store] * 2, rank, here.settings))
+        dist.barrier()
+        if rank == 0:
+            # A forked child is no rank, and says nothing in its parent's name.
+            WATCH._forked()
+            assert watch() is None and not WATCH._latest
+
+    run_ranks(2, ranks)
+
+
+# ---- what torch records of its own collectives ---------------------------------------------------------------
+
+
+def test_what_torch_records(tmp_path: Any) -> None:
+    """The numbers of collectives alone, in their order, by group; nothing of those that are over is active."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/meeting", rank=0, world_size=1)
+    try:
+        (name,) = known_groups()
+        before = issued_by_group()[name]
+        dist.all_reduce(torch.ones(1))
+        dist.barrier()
+        dist.broadcast(torch.ones(1), 0)
+        assert issued_by_group() == {name: before + 3}
+        # The backend's own thread says so, a moment after the call has returned.
+        end = time.monotonic() + 20
+        while any(one.thread == threading.get_ident() for one in active_collectives()):
+            assert time.monotonic() < end, active_collectives()
+            time.sleep(0.01)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_what_needs_all_ranks() -> None:
+    """A rank that receives from a root, or sends to one, may end before the others have come."""
+    needs = {call for call in CALLS if Recorded("0", 1, call, 4).needs_all}
+    assert needs == {"all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier"}
+
+
+CALLS = "all_reduce all_gather reduce_scatter all_to_all barrier broadcast scatter reduce gather send".split()
+
+
+def test_a_group_that_does_not_count_proves_nothing(monkeypatch: Any) -> None:
+    class Uncounted:
+        def _get_backend(self, device: torch.device) -> Any:
+            raise RuntimeError("no backend for the host")
+
+    monkeypatch.setattr("fullshard._torch.groups.known_groups", lambda: {"0": Uncounted()})
+    assert issued_by_group() == {}
