@@ -65,6 +65,15 @@ def evaluate(run: Run) -> None:
     run.evaluate()
 
 
+def no_update(run: Run) -> None:
+    """This rank leaves its update out, once."""
+
+    def update() -> None:
+        del run.update
+
+    run.update = update  # type: ignore[method-assign]
+
+
 def parameter(run: Run, name: str) -> Any:
     """The parameter of this name that stands on the model now."""
     return run.model.get_parameter(name)

@@ -165,9 +165,9 @@ ROWS = (
          _CONTROLS + "reduce_scatter_unused_params")),
     # torch.func
     Row("torch.func", "(no class)", "functional_call, vmap, grad, vjp, jvp, jacrev of a sharded model",
-        ("threads/test_autograd_use.py::test_equals_the_plain_model",),
-        ("threads/test_autograd_use.py::test_equals_the_plain_model_where_torch_fails",
-         "threads/test_autograd_use.py::test_forward_mode_equals_the_plain_model_where_torch_fails"),
+        ("threads/test_programs.py::test_a_use_equals_the_plain_model",),
+        ("threads/test_programs.py::test_a_use_equals_the_plain_model_where_torch_fails",
+         "threads/test_programs.py::test_forward_mode_equals_the_plain_model_where_torch_fails"),
         "torch fails in some of them, which docs/compatibility.md names"),
     # the rest
     Row("others", "IgnoreParams", "parameters that stay outside, beside DistributedDataParallel",

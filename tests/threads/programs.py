@@ -1,27 +1,21 @@
 """Valid training programs that drive autograd and units in every way we know, each written once for any model.
 
-A program is a model and a loss. `run_program` trains the sharded model on `world` threads beside the plain one on the
-whole batch, and compares gradients, whether there is one at all, and parameters after AdamW steps.
+A program is a model and a loss; `check_use` of uses.py trains it beside the plain model.
 """
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
-import fullshard
 from tests.harness import tolerance
-from tests.harness.implementations import FULLSHARD, Implementation, kinds
+from tests.harness.implementations import FULLSHARD, Implementation
 from tests.harness.models import seeded
-from tests.harness.threads import run_ranks
 
 VOCABULARY, WIDTH, ROWS = 11, 6, 2
 STEPS = 3
@@ -367,43 +361,6 @@ def batch(world: int, step: int) -> Tensor:
 
 def part(tokens: Tensor, rank: int) -> Tensor:
     return tokens[rank * ROWS : (rank + 1) * ROWS]
-
-
-def run_program(
-    name: str, world: int, *, impl: Implementation = FULLSHARD, accumulate: bool = False, **options: Any
-) -> None:
-    """Train and compare; AssertionError names the parameter and the step."""
-    program = PROGRAMS[name]
-    torch.manual_seed(0)
-    base = program.model()
-    run_ranks(world, _train, program, base, impl, world, accumulate, options)
-
-
-def _train(
-    rank: int, program: Program, base: nn.Module, impl: Implementation, world: int, accumulate: bool, options: Any
-) -> None:
-    reference: Any = copy.deepcopy(base)
-    model = shard(copy.deepcopy(base), impl, **options)
-    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (model, reference)]
-    tolerance.watch(optimizers[1])
-    assert dist.get_rank() == rank
-    for step in range(STEPS):
-        batches = [batch(world, step)] + ([batch(world, step + 100)] if accumulate else [])
-        for i, tokens in enumerate(batches):
-            model.set_requires_gradient_sync(i == len(batches) - 1)
-            program.loss(model, part(tokens, rank), step).backward()
-            for r in range(world):
-                (program.loss(reference, part(tokens, r), step) / world).backward()
-        compare_gradients(model, reference, step)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-    tolerance.assert_parameters_close(model, reference, optimizers[1])
-    if impl is FULLSHARD:
-        live = {unit.name: unit.full_nbytes_live for unit in fullshard.report(model).units if unit.full_nbytes_live}
-        assert not live, f"full parameters left in memory: {live}"
-    else:
-        assert kinds(model) == {DTensor}, "full parameters left on the module"
 
 
 def compare_gradients(model: nn.Module, reference: nn.Module, step: int) -> None:

@@ -59,12 +59,6 @@ def partial_sums(model: Any, rank: int) -> None:
         model(batch(step, rank)).square().mean().backward()
 
 
-def one_rank_produces(model: Any, rank: int) -> None:
-    for step in range(2):
-        loss = model(batch(step, rank)).square().mean()
-        (loss + model.unused.sum() if rank == 1 else loss).backward()
-
-
 def shard(model: nn.Module, **options: Any) -> Any:
     for layer in model:
         if isinstance(layer, nn.Linear):

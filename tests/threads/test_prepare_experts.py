@@ -218,7 +218,6 @@ def test_figures_of_gradients_and_checks_of_messages() -> None:
 
 # ---- Hugging Face ----------------------------------------------------------------------------------------------------
 
-QWEN = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
 MIXTRAL = {"num_local_experts": 4, "num_experts_per_tok": 2}
 
 

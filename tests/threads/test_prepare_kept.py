@@ -65,9 +65,6 @@ def _prepared(rank: int, config: Any) -> tuple[dict[str, torch.dtype], Prepared]
     return found, prepared
 
 
-LOW_LAYERS = {"override": {"layers.*": {"param": "bfloat16", "output": "float32"}}}
-
-
 @pytest.mark.sample(4)
 @pytest.mark.parametrize(
     ("config", "kept"),

@@ -27,7 +27,7 @@ from tests.harness.models import BY_NAME, CASES, Case, assert_same_training, col
 from tests.harness.threads import run_ranks
 from tests.threads.programs import PROGRAMS, batch, part, shard
 from tests.threads.test_offload import late, links, moved  # noqa: F401
-from tests.threads.uses import USES
+from tests.threads.uses import USES, Use, of_program
 
 ADAMW: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.1}
 
@@ -106,11 +106,8 @@ def test_the_same_parameters_and_states(world: int) -> None:
     run_ranks(world, rank_main)
 
 
-RUNS: dict[str, tuple[Any, Any, Any]] = {
-    name: (lambda m, t, s, loss=program.loss: loss(m, t, s).backward(), program.model, shard)
-    for name, program in PROGRAMS.items()
-} | {
-    name: (lambda m, t, s, run=use.run: run(m, t, s, 1.0), use.model, use.shard)
+RUNS: dict[str, Use] = {name: of_program(program) for name, program in PROGRAMS.items()} | {
+    name: use
     for name, use in USES.items()
     if name not in ("func_jvp", "forward_ad")  # forward mode has one level for all threads
 }
@@ -135,16 +132,16 @@ def test_programs_train_as_with_steps_behind_backward(name: str, world: int, mon
     """Views, double backward, recomputation, weights read late, units used twice: nothing reads weights of after their
     step, and no gradient comes behind it. Programs with two backwards that step are refused."""
     monkeypatch.setenv("FULLSHARD_CHECK", "1")
-    run, make, place = RUNS[name]
-    base = seeded(make)
+    use = RUNS[name]
+    base = seeded(use.model)
 
     def train_program(rank: int, in_backward: bool) -> list[Tensor]:
-        model = place(copy.deepcopy(base))
+        model = use.shard(copy.deepcopy(base))
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         if in_backward:
             fullshard.step_in_backward(model, optimizer)
         for step in range(2):
-            run(model, part(batch(world, step), rank), step)
+            use.run(model, part(batch(world, step), rank), step, 1.0)
             optimizer.step()
             optimizer.zero_grad()
         return [p.full_tensor().detach() for p in model.parameters()]

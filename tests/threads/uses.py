@@ -1,6 +1,6 @@
 """Valid programs that drive autograd in ways of their own: several backwards, transforms, hooks, recomputation.
 
-As `programs.py`, but a use runs its backwards itself. `check_use` runs it on the sharded model on `world` threads
+As `programs.py`, but a use runs its backwards itself. `check_use` runs either on the sharded model on `world` threads
 beside the plain one on the whole batch, and compares gradients, whether there is one at all, and parameters after
 AdamW steps.
 """
@@ -28,17 +28,40 @@ import fullshard
 from tests.harness import tolerance
 from tests.harness.implementations import FULLSHARD, Implementation, kinds
 from tests.harness.threads import run_ranks
-from tests.threads.programs import WIDTH, Block, Model, OnVectors, batch, compare_gradients, of_blocks, part, shard
+from tests.threads.programs import (
+    WIDTH,
+    Block,
+    Model,
+    OnVectors,
+    Program,
+    batch,
+    compare_gradients,
+    of_blocks,
+    part,
+    shard,
+)
 
 STEPS = 3
 
 
 class Use(NamedTuple):
-    """`run(model, tokens, step, scale)` runs forwards and backwards; every loss is to be multiplied by `scale`."""
+    """`run(model, tokens, step, scale)` runs forwards and backwards; every loss is to be multiplied by `scale`.
+
+    `lasts`: after several backwards that recorded graphs the root's memory may stay until its shards changed
+    (schedule/record.py).
+    """
 
     run: Callable[[Any, Tensor, int, float], None]
     model: Callable[[], nn.Module] = Model
     shard: Callable[..., Any] = shard
+    lasts: bool = True
+
+
+def of_program(program: Program) -> Use:
+    def run(model: Any, tokens: Tensor, step: int, scale: float) -> None:
+        (scale * program.loss(model, tokens, step)).backward()
+
+    return Use(run, program.model, lasts=False)
 
 
 def vectors(tokens: Tensor) -> Tensor:
@@ -168,10 +191,6 @@ def _learners(model: Any, tokens: Tensor, step: int, scale: float) -> None:
 
 def mean_square(model: Any, tokens: Tensor, step: int, scale: float) -> None:
     (scale * model(tokens).pow(2).mean()).backward()
-
-
-def _mean_square_of_vectors(model: Any, tokens: Tensor, step: int, scale: float) -> None:
-    (scale * model(vectors(tokens)).pow(2).mean()).backward()
 
 
 # ---- accumulation --------------------------------------------------------------------------------------------
@@ -501,32 +520,41 @@ USES: dict[str, Use] = {
 }
 
 
-def check_use(use: Use, world: int, *, impl: Implementation = FULLSHARD, **options: Any) -> None:
-    """Train and compare; AssertionError names the parameter and the step."""
+def check_use(
+    use: Use, world: int, *, impl: Implementation = FULLSHARD, accumulate: bool = False, **options: Any
+) -> None:
+    """Train and compare; AssertionError names the parameter and the step.
+
+    `accumulate`: each step has a micro-batch more, without synchronisation.
+    """
     torch.manual_seed(0)
     base = use.model()
-    run_ranks(world, _train, use, base, impl, world, options)
+    run_ranks(world, _train, use, base, impl, world, accumulate, options)
 
 
-def _train(rank: int, use: Use, base: nn.Module, impl: Implementation, world: int, options: Any) -> None:
+def _train(
+    rank: int, use: Use, base: nn.Module, impl: Implementation, world: int, accumulate: bool, options: Any
+) -> None:
     reference: Any = copy.deepcopy(base)
     model = use.shard(copy.deepcopy(base), impl, **options)
     optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (model, reference)]
     tolerance.watch(optimizers[1])
     for step in range(STEPS):
-        tokens = batch(world, step)
-        use.run(model, part(tokens, rank), step, 1.0)
-        for r in range(world):
-            use.run(reference, part(tokens, r), step, 1.0 / world)
+        for number in (step, step + 100) if accumulate else (step,):
+            tokens = batch(world, number)
+            if accumulate:
+                model.set_requires_gradient_sync(number != step)
+            use.run(model, part(tokens, rank), step, 1.0)
+            for r in range(world):
+                use.run(reference, part(tokens, r), step, 1.0 / world)
         compare_gradients(model, reference, step)
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
     tolerance.assert_parameters_close(model, reference, optimizers[1])
     if impl is FULLSHARD:
-        # After several backwards that recorded graphs the root's memory may stay until its shards changed
-        # (schedule/record.py).
-        model.reshard()
+        if use.lasts:
+            model.reshard()
         live = {unit.name: unit.full_nbytes_live for unit in fullshard.report(model).units if unit.full_nbytes_live}
         assert not live, f"full parameters left in memory: {live}"
     else:

@@ -269,15 +269,6 @@ def gradient_gone(run: Run) -> None:
     parameter(run, "layers.1.up.weight").grad = None
 
 
-def no_update(run: Run) -> None:
-    """This rank leaves its update out, once."""
-
-    def update() -> None:
-        del run.update
-
-    run.update = update  # type: ignore[method-assign]
-
-
 def other_dtype(run: Run) -> None:
     """This rank's state of one matrix is in another dtype, as a load of its own may leave it."""
     state = run.optimizer.state[parameter(run, "layers.1.up.weight")]

@@ -48,15 +48,6 @@ def negative_zero(run: Run) -> None:
         run.model.layers[1].up.bias.neg_()
 
 
-class Buffered(Block):
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("scale", torch.ones(WIDTH))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x * self.scale)
-
-
 def other_buffer(run: Run) -> None:
     run.model.layers[1].scale.mul_(1.5)
 

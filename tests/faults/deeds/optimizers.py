@@ -451,15 +451,6 @@ def fails_halfway(run: Run) -> None:
     run.optimizer.fails = True
 
 
-def no_update(run: Run) -> None:
-    """This rank leaves its update out, once."""
-
-    def update() -> None:
-        del run.update
-
-    run.update = update  # type: ignore[method-assign]
-
-
 def loads_and_goes_on(run: Run) -> None:
     """A program that keeps its state before each step; what raised is tried again from there."""
     run.build()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 from typing import Any
 
-from tests.faults.actions import Action, leave, send_signal, throw
+from tests.faults.actions import Action, leave, no_update, send_signal, throw
 from tests.faults.cases import Case, Equal, Outcome, Raises, Recovers, Setup, at
 from tests.faults.deeds import hand_over as do
 from tests.faults.table.waits import AFTER_SILENCE, LISTENS, TO_DO
@@ -349,7 +349,7 @@ OWNERS = (
     _owners(
         "owners_left_out",
         "rank 1 leaves out a step of owners",
-        do.no_update,
+        no_update,
         "rank 1|ranks? .*1",
         error="RuntimeError",
         within=8.0,

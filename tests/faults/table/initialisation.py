@@ -10,6 +10,7 @@ from torch import nn
 from tests.faults.actions import Action
 from tests.faults.cases import PLAIN, Case, Equal, Raises, Setup, Warns, at
 from tests.faults.deeds import initialisation as do
+from tests.faults.deeds.divergence import Buffered
 from tests.faults.deeds.numbers import offload, options
 from tests.faults.program import Run
 from tests.faults.table.waits import LIMIT
@@ -164,7 +165,7 @@ CASES: tuple[Case, ...] = (
         "a buffer of rank 1 has other values",
         Raises("RanksDisagree", (r"layers\.1\.scale", "rank 1")),
         (at(-1, "built", do.other_buffer, rank=1),),
-        Setup(model=of_blocks(do.Buffered)),
+        Setup(model=of_blocks(Buffered)),
     ),
     _refused(
         "optimizer_before",

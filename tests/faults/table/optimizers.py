@@ -6,7 +6,7 @@ import signal
 from dataclasses import replace
 from typing import Any
 
-from tests.faults.actions import Action, send_signal
+from tests.faults.actions import Action, no_update, send_signal
 from tests.faults.cases import IN_STEP, PLAIN, Case, Equal, Moment, Outcome, Raises, Recovers, Setup, at
 from tests.faults.deeds import optimizers as do
 
@@ -505,7 +505,7 @@ GUARDED = (
         "optimizers/guard_without_step",
         "rank 1 leaves its update out, inside a guard of the step",
         Raises("RanksDisagree", ("rank 1", "step", TO_DO)),
-        (at(1, "step", do.no_update, rank=1),),
+        (at(1, "step", no_update, rank=1),),
         ENDS,
         limit=20.0,
     ),
