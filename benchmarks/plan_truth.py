@@ -3,7 +3,7 @@
     python -m benchmarks.plan_truth              every line of published_runs.toml: speed, and memory where it is stated
     python -m benchmarks.plan_truth --axes       those of sources that divide layers or sequences; the others without it
     python -m benchmarks.plan_truth --fit        and the shares of each hardware that its fitted lines have
-    python -m benchmarks.plan_truth --write benchmarks/plan_truth_DATE.md    and the document
+    python -m benchmarks.plan_truth --write benchmarks/plan_truth_DATE.md    and the document, with the errors of BEFORE
     python -m benchmarks.plan_truth --measure    and steps of plain models on this CPU, and the time of two plans
 
 fitted       a line that sets the shares of its hardware (`matmul`, `attention`, `stream`, `fused` in plan/machine.py)
@@ -28,7 +28,7 @@ from dataclasses import replace
 from functools import partial
 from hashlib import sha256
 from itertools import product
-from math import log
+from math import ceil, log
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
@@ -38,6 +38,7 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks import mpt
+from benchmarks.as_published import hidden_seconds, reserved_nbytes, with_sums_in_place
 from benchmarks.common import facts
 from fullshard.migrate.declared import noted_by
 from fullshard.migrate.parallelism import Parallelism
@@ -50,6 +51,10 @@ from fullshard.train import shapes
 from fullshard.train.model import Llama, LlamaShape
 
 FILE = Path(__file__).with_name("published_runs.toml")
+# What the documents say before their tables.
+TEXTS = Path(__file__).with_name("plan_truth_texts.md")
+# The documents of the plans before, with whose errors the new ones are compared.
+BEFORE = {axes: FILE.with_name(f"plan_truth{'_axes' * axes}_2026-11-27.md") for axes in (False, True)}
 _GIB = float(1 << 30)
 
 
@@ -61,18 +66,26 @@ class Compared(NamedTuple):
     plan: Plan
 
     @property
+    def speed(self) -> float:
+        """Tokens per second of one device."""
+        hidden = hidden_seconds(self.plan) if self.run.get("async_tp") else 0.0
+        return self.plan.tokens_per_second * self.plan.seconds / (self.plan.seconds - hidden)
+
+    @property
     def error(self) -> float:
         """Of the predicted speed."""
-        return float(self.plan.tokens_per_second / self.run["tokens_per_second"] - 1)
+        return float(self.speed / self.run["tokens_per_second"] - 1)
+
+    @property
+    def memory_gib(self) -> float:
+        """What is counted, where active memory is stated; else what FSDP2 would reserve."""
+        counted = "active_gib" in self.run
+        return (self.plan.simulated.peak.total if counted else reserved_nbytes(self.plan)) / _GIB
 
     @property
     def memory_error(self) -> float | None:
-        """Of the peak: of active memory what is counted, of reserved memory with the allowance of the allocator."""
-        if "active_gib" in self.run:
-            return self.plan.simulated.peak.total / _GIB / float(self.run["active_gib"]) - 1
-        if "reserved_gib" in self.run:
-            return self.plan.allocator_nbytes / _GIB / float(self.run["reserved_gib"]) - 1
-        return None
+        stated = self.run.get("active_gib", self.run.get("reserved_gib"))
+        return None if stated is None else self.memory_gib / float(stated) - 1
 
 
 FITTED, HELD_OUT, LATER = "fitted", "held out", "later"
@@ -88,6 +101,12 @@ def published() -> list[tuple[dict[str, Any], str]]:
 def unasked() -> list[dict[str, str]]:
     """Lines of the file that cannot be planned, each with the reason."""
     found: list[dict[str, str]] = tomllib.loads(FILE.read_text())["unasked"]
+    return found
+
+
+def failed() -> list[dict[str, Any]]:
+    """Lines of the file that were published as out of memory."""
+    found: list[dict[str, Any]] = tomllib.loads(FILE.read_text())["failed"]
     return found
 
 
@@ -109,6 +128,7 @@ def name_of(run: dict[str, Any]) -> str:
         f"{name} {run[key]}" for key, name in (("tensor", "TP"), ("context", "CP"), ("experts", "EP")) if key in run
     ]
     also += [name for name in ("compiled", "float8") if run.get(name)] + ["ZeRO-2"] * (not run.get("reshard", True))
+    also += ["asynchronous TP"] * run.get("async_tp", False)
     return (
         f"{run['model']}, {run['sequence']:,} tokens, {run['devices']} x {run['hardware']}, micro {run['micro']}"
         f"{again}, recompute {run['recompute']}{''.join(f', {each}' for each in also)} ({run['source']})"
@@ -129,7 +149,7 @@ def strategy_of(run: dict[str, Any]) -> Strategy:
         send_each=run["accumulate"] > 1 and run.get("send_each", True),
         reshard=run.get("reshard", True),
         recompute=run["recompute"],
-        compiled=run.get("compiled", False),
+        compiled=run.get("compiled", False) or run.get("fused", False),
         compiled_loss=run.get("compiled_loss", False),
         float8=run.get("float8", False),
         tensor=run.get("tensor", 1),
@@ -141,6 +161,8 @@ def strategy_of(run: dict[str, Any]) -> Strategy:
 _planners: dict[tuple[str, int, Parallelism, str], Planner] = {}
 # The share of the peak of attention before FlashAttention-2, which the lines of LLM Foundry ran: by --fit.
 FLASH_1 = {"h100-80g": 0.20, "a100-80g": 0.34}
+# cuDNN's on Hopper is 1.7 to 2.3 times as fast as torch's FlashAttention-2 (huggingface/transformers#48163).
+CUDNN = {"h100-80g": 1.7}
 
 
 def planner_of(run: dict[str, Any]) -> Planner:
@@ -159,8 +181,13 @@ def planner_of(run: dict[str, Any]) -> Planner:
         _planners[key] = Planner(_describe(lambda sequence: part, plan), find_hardware(run["hardware"]))
     planner = _planners[key]
     hardware = find_hardware(run["hardware"])
-    attention = FLASH_1[hardware.name] if run.get("attention") == "flash-1" else hardware.attention
-    planner.hardware = replace(hardware, node=run.get("node", hardware.node), attention=attention)
+    attention = hardware.attention
+    if run.get("attention") == "flash-1":
+        attention = FLASH_1[hardware.name]
+    elif run.get("attention") == "cudnn":
+        attention *= CUDNN.get(hardware.name, 1.0)
+    told = {key: run[key] for key in ("node", "inter_node") if key in run}
+    planner.hardware = replace(hardware, attention=attention, **told)
     planner.budget = planner.hardware.memory
     return planner
 
@@ -217,7 +244,32 @@ def compared(*, axes: bool) -> Iterator[Compared]:
     """Each line that has axes beside data parallelism, or has not, with its plan."""
     for run, half in published():
         if has_axes(run) is axes:
-            yield Compared(run, half, planner_of(run).estimate(strategy_of(run)))
+            yield planned(run, half)
+
+
+def planned(run: dict[str, Any], half: str) -> Compared:
+    plan = planner_of(run).estimate(strategy_of(run))
+    if run.get("in_place") and run["accumulate"] > 1:
+        plan = with_sums_in_place(plan)
+    return Compared(run, half, plan)
+
+
+def padded(rows: list[Compared]) -> list[str]:
+    """Lines whose source pads the tokens of each expert to those of the busiest one: the plan without padding, and that
+    in which one expert has every token, so that each has as many."""
+    lines = [
+        "| line | published, tokens/s per device | predicted without padding | with the most |",
+        "|---|---|---|---|",
+    ]
+    for row in rows:
+        shape = _KEMPNER.get(row.run["model"])
+        if shape is None or not shape.experts:
+            continue
+        name = f"{row.run['model']} padded"
+        _KEMPNER[name] = replace(shape, experts_per_token=shape.experts)
+        most = planned({**row.run, "model": name}, row.half).speed
+        lines.append(f"| {name_of(row.run)} | {row.run['tokens_per_second']:,} | {row.speed:,.0f} | {most:,.0f} |")
+    return lines
 
 
 def fit(rows: Iterable[Compared]) -> dict[str, tuple[float, ...]]:
@@ -345,140 +397,112 @@ def _percent(share: float | None) -> str:
 
 def table(rows: list[Compared]) -> list[str]:
     lines = [
-        "| line | used | published, tokens/s per device | predicted | error | memory, GiB | predicted | error | fits |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "| line | used | published, tokens/s per device | predicted | error | before | memory, GiB | predicted | "
+        "error | before | fits |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
+    earlier = before()
     for row in rows:
         run = row.run
         stated = f"{run['active_gib']} active" if "active_gib" in run else f"{run.get('reserved_gib', '-')}"
-        counted = row.plan.simulated.peak.total if "active_gib" in run else row.plan.allocator_nbytes
-        memory = "-" if row.memory_error is None else f"{counted / _GIB:.1f}"
+        memory = "-" if row.memory_error is None else f"{row.memory_gib:.1f}"
+        then, memory_then = earlier.get(name_of(run), ("-", "-"))
         lines.append(
-            f"| {name_of(run)} | {row.half} | {run['tokens_per_second']:,} | "
-            f"{row.plan.tokens_per_second:,.0f} | {row.error:+.1%} | {stated} | {memory} | "
-            f"{_percent(row.memory_error)} | {'yes' if row.plan.fits else 'no'} |"
+            f"| {name_of(run)} | {row.half} | {run['tokens_per_second']:,} | {row.speed:,.0f} | {row.error:+.1%} | "
+            f"{then} | {stated} | {memory} | {_percent(row.memory_error)} | {memory_then} | "
+            f"{'yes' if row.plan.fits else 'no'} |"
         )
     return lines
 
 
+def before() -> dict[str, tuple[str, str]]:
+    """The errors of speed and of memory by line, as the documents of the plans before have them."""
+    rows = [
+        line.split(" | ") for file in BEFORE.values() for line in file.read_text().splitlines() if "tokens," in line
+    ]
+    return {cells[0].removeprefix("| "): (cells[4], cells[7]) for cells in rows if len(cells) == 9}
+
+
 def summary(rows: list[Compared]) -> list[str]:
-    """Median and largest errors of each half, by hardware and of all."""
-    lines = ["| hardware | half | lines | median error of speed | largest |", "|---|---|---|---|---|"]
+    """Median and largest errors of each half, by hardware and of all, and within what nine of ten lines are."""
+    lines = [
+        "| hardware | half | lines | median error of speed | nine of ten within | largest |",
+        "|---|---|---|---|---|---|",
+    ]
     names = [*dict.fromkeys(row.run["hardware"] for row in rows), "all"]
     for name in names:
-        for half in (FITTED, HELD_OUT, LATER):
-            errors = [abs(r.error) for r in rows if r.half == half and name in ("all", r.run["hardware"])]
-            if errors:
-                lines.append(f"| {name} | {half} | {len(errors)} | {median(errors):.1%} | {max(errors):.1%} |")
+        for halves in ((FITTED,), (HELD_OUT,), (LATER,), (HELD_OUT, LATER)):
+            errors = [abs(r.error) for r in rows if r.half in halves and name in ("all", r.run["hardware"])]
+            if errors and (len(halves) == 1 or {r.half for r in rows} >= set(halves)):
+                lines.append(f"| {name} | {' and '.join(halves)} | {_spread(errors)} |")
     return lines
+
+
+def _spread(errors: list[float]) -> str:
+    """How many there are, the median, that within which nine of ten are, and the largest."""
+    tenth = sorted(errors)[ceil(0.9 * len(errors)) - 1]
+    return f"{len(errors)} | {median(errors):.1%} | {tenth:.1%} | {max(errors):.1%}"
 
 
 def axis_summary(rows: list[Compared]) -> list[str]:
     """Median and largest errors by axis; a degree of 1 is a line of a table over degrees."""
-    lines = ["| axis | lines | median error of speed | largest |", "|---|---|---|---|"]
+    lines = ["| axis | lines | median error of speed | nine of ten within | largest |", "|---|---|---|---|---|"]
     for key, name in (("tensor", "TP"), ("context", "CP"), ("experts", "EP")):
-        errors = [abs(row.error) for row in rows if key in row.run]
+        errors = [abs(row.error) for row in rows if key in row.run and not row.run.get("async_tp")]
         if errors:
-            lines.append(f"| {name} | {len(errors)} | {median(errors):.1%} | {max(errors):.1%} |")
-    return lines
+            lines.append(f"| {name} | {_spread(errors)} |")
+    bounds = [abs(row.error) for row in rows if row.run.get("async_tp")]
+    return [*lines, f"| TP, asynchronous: a bound | {_spread(bounds)} |"] if bounds else lines
 
 
 def memory_summary(rows: list[Compared]) -> list[str]:
     """Median and largest errors of memory, by what was stated; and of active memory without and with micro-batches."""
-    lines = ["| memory | lines | median error | largest |", "|---|---|---|---|"]
+    lines = ["| memory | lines | median error | nine of ten within | largest |", "|---|---|---|---|---|"]
     kinds: dict[str, Callable[[dict[str, Any]], bool]] = {
         "active, one micro-batch": lambda run: "active_gib" in run and run["accumulate"] == 1,
         "active, micro-batches": lambda run: "active_gib" in run and run["accumulate"] > 1,
         "reserved": lambda run: "reserved_gib" in run,
     }
+    for name in dict.fromkeys(row.run["hardware"] for row in rows):
+        kinds[name] = lambda run, name=name: run["hardware"] == name  # type: ignore[misc]
+    kinds["all"] = lambda run: True
     for name, belongs in kinds.items():
         errors = [abs(row.memory_error) for row in rows if row.memory_error is not None and belongs(row.run)]
         if errors:
-            lines.append(f"| {name} | {len(errors)} | {median(errors):.1%} | {max(errors):.1%} |")
+            lines.append(f"| {name} | {_spread(errors)} |")
+    return lines
+
+
+def failures() -> list[str]:
+    """Runs that had no room, and whether their plans fit."""
+    lines = ["| published as out of memory | planned, GB | of | fits |", "|---|---|---|---|"]
+    for run in failed():
+        plan = planner_of(run).estimate(strategy_of(run))
+        has, of = plan.peak_nbytes / 1e9, plan.budget / 1e9
+        lines.append(f"| {name_of(run)} | {has:.1f} | {of:.1f} | {'yes' if plan.fits else 'no'} |")
     return lines
 
 
 def document(rows: list[Compared], *, axes: bool) -> str:
     """The dated document."""
-    if axes:
-        head = """\
-# Published runs over several axes beside their plans
-
-Written by `python -m benchmarks.plan_truth --axes --write`, from the lines of `benchmarks/published_runs.toml` whose
-ranks share layers (TP) or sequences (CP), or whose layers have experts (EP). Nothing was fitted to them. No line was
-left out. Speed is of one device. Along CP the source gathers keys and values, and the plan exchanges heads. The sources
-add gradients of micro-batches in place; this library keeps the earlier ones until the backward is over.
-
-Changed after the first 26 lines had been seen, each with its source in `published_runs.toml` or
-`fullshard/plan/machine.py`:
-
-* Attention of H100 and H200 has the rate of torch's kernel, FlashAttention-2. What was assumed is 1.7 times as fast.
-* KempnerForge's states and losses are in bfloat16, and gradients of a step travel once. Its line of 70B on 8 devices is
-  micro 1 x 8 and not compiled, by its log; the table of its source says 2 x 4.
-* Products on H200 were those that H100 had in 2023.
-
-What is left. KempnerForge's runs are slower than planned, the more nodes there are. Messages that were planned for
-each of their micro-batches, and that they do not send, had hidden that. Its source does not state the rate of its
-InfiniBand, for which 400 Gb/s for each device are assumed; and axes take no bandwidth from each other in a plan. CP
-over 4 and 8 runs torch's ring. `experts-8` and `experts-16` seem to pad experts to the busiest one (later code of the
-source says that it no longer does); a plan has no padding. `qwen3-moe-30b` ran fused kernels (TE, DeepEP) instead of
-the eager ones of transformers, which have more than half of its planned time.
-
-"""
-        rest = [
-            "",
-            "Not compared:",
-            "",
-            *(f"* {each['line']} ({each['source']}): {each['because']}" for each in unasked()),
-        ]
-        parts = [*table(rows), "", *summary(rows), "", *axis_summary(rows), "", *memory_summary(rows), *rest, ""]
-        return head + "\n".join(parts)
+    text = TEXTS.read_text().split("\n---\n")[axes].strip()
     ran = [row for row in rows if not row.plan.fits]
     fitting = [row for row in rows if row.plan.fits]
-    head = """\
-# Published runs beside their plans
-
-Written by `python -m benchmarks.plan_truth --write`. `benchmarks/published_runs.toml` has the lines and their sources;
-the hash of its name says whether a line sets the shares of its hardware (*fitted*) or not (*held out*). *later* lines
-were found after that, and never fitted. The held-out half had been looked at while the planner was written. No line was
-left out.
-
-Changed after the first 61 lines had been seen, each with its source in `published_runs.toml` or
-`fullshard/plan/machine.py`; then the shares of products were fitted again, by the same command, to the same half (A100
-0.74 to 0.70, H100 with 96 GB 0.58 to 0.66):
-
-* Attention has the rate of torch's kernel, FlashAttention-2. On H100 with 96 GB and H200 a faster one was assumed. The
-  lines of LLM Foundry keep the share of the kernel that they ran, which is older.
-* Products on H200 were those that H100 had in 2023. Now they are the largest ones' measured rate, times what A100 has.
-* The loss of `titan-h200` was compiled: it holds logits and their gradient alone.
-* KempnerForge's states and losses are in bfloat16, and gradients of a step travel once. Two lines of bf16 states have
-  4 and 16 micro-batches.
-
-The lines of `titan-382` and those of LLM Foundry after that of 1 x H200 were added at the same time; their errors were
-seen once, by this table.
-
-"""
-    lines = [
-        *table(rows),
-        "",
-        "Memory: of `active` what is counted, else what the allocator reserves. *fits*: with the hardware's margin.",
-        "",
-        *summary(rows),
-        "",
-        *memory_summary(rows),
-        "",
-        f"Of {len(rows)} runs that were published, {len(ran)} do not fit by their plan:",
-        "",
-        *(f"* {name_of(row.run)}: {row.plan.peak_nbytes / 1e9:.1f} of {row.plan.budget / 1e9:.1f} GB" for row in ran),
-        "",
-        "They ran at the edge of their memory; LLM Foundry takes the largest micro-batch that does not fail (`auto`). "
-        "PyTorch's allocator then returns blocks to the device and asks for others, which waits for the device. A plan "
-        "does not have that time, and how much of it they had their sources do not say. Without these lines:",
-        "",
-        *summary(fitting),
-        "",
-    ]
-    return head + "\n".join(lines)
+    if axes:
+        parts = [*axis_summary(rows), "", *memory_summary(rows), "", *padded(rows), "", "Not compared:", ""]
+        parts += [f"* {each['line']} ({each['source']}): {each['because']}" for each in unasked()]
+    else:
+        parts = [
+            *memory_summary(rows),
+            "",
+            f"Of {len(rows)} runs that were published, {len(ran)} do not fit by their plan:",
+            "",
+        ]
+        parts += [
+            f"* {name_of(row.run)}: {row.plan.peak_nbytes / 1e9:.1f} of {row.plan.budget / 1e9:.1f} GB" for row in ran
+        ]
+        parts += ["", "Without them:", "", *summary(fitting), "", *failures()]
+    return "\n".join([text, "", *table(rows), "", *summary(rows), "", *parts, ""])
 
 
 def main() -> None:
@@ -509,7 +533,7 @@ def main() -> None:
         print("\n| command | seconds | without imports |\n|---|---|---|")
     for row in commands:
         print(f"| `{row['command']}` | {row['seconds']:.1f} | {row['without_imports']:.1f} |")
-    lines = [{**row.run, "half": row.half, "predicted": row.plan.tokens_per_second, "error": row.error} for row in rows]
+    lines = [{**row.run, "half": row.half, "predicted": row.speed, "error": row.error} for row in rows]
     print(
         json.dumps(
             {"benchmark": "plan_truth", "facts": facts(), "lines": lines, "measured": here} | {"commands": commands}

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from benchmarks.as_published import reserved_nbytes
 from fullshard.migrate.declared import noted_by
 from fullshard.migrate.parallelism import Parallelism
 from fullshard.plan import Plan, Planner, Strategy, find_hardware
@@ -65,7 +66,8 @@ Written by `python -m benchmarks.plan_truth_pipelines --write`. The source is to
 `benchmarks/llama3_h100_202412_torchtitan.md`, table 5: Llama 3.1 405B on 512 H100 with 96 GB (FSDP 8, TP 8, PP 8),
 compiled, float8, whole recomputation. It does not state the number of micro-batches: they are planned with its default,
 as many as there are stages. Its TP is asynchronous, which a plan has not. Nothing was fitted to these lines, and they
-were compared once. Memory: what the allocator reserves, and in brackets what is counted.
+were compared once, on 2026-11-27; then reserved memory became that of FSDP2 (`as_published.py`), and in brackets is
+what is counted.
 
 | schedule | published, tokens/s per device | predicted | error | memory, GiB | predicted | error | waits for stages |
 |---|---|---|---|---|---|---|---|
@@ -79,7 +81,7 @@ def main() -> None:
     lines = []
     for schedule, stages, speed, memory in RUNS:
         plan = planned(schedule, stages)
-        reserved, counted = plan.allocator_nbytes / _GIB, plan.simulated.peak.total / _GIB
+        reserved, counted = reserved_nbytes(plan) / _GIB, plan.simulated.peak.total / _GIB
         lines.append(
             f"| {schedule} | {speed} | {plan.tokens_per_second:.0f} | {plan.tokens_per_second / speed - 1:+.1%} | "
             f"{memory} | {reserved:.1f} ({counted:.1f}) | {reserved / memory - 1:+.1%} ({counted / memory - 1:+.1%}) | "

@@ -48,7 +48,6 @@ PLAIN = replace(
     time_error=0.0,
     memory_error=0.0,
     margin=0.0,
-    reserving=0.0,
     fused=1.0,
     float8=0.0,
 )
@@ -704,7 +703,7 @@ def test_a_plan_fits_with_its_margin_and_says_what_is_spare() -> None:
     found = enough.as_json()
     assert found["spare_bytes"] == int(enough.budget - needed) and found["margin_bytes"] == int(0.05 * needed)
     # Reserved memory is more than what is in use, as long as there is room.
-    roomy = replace(hardware, reserving=0.2)
+    roomy = replace(hardware, fragmentation=0.2)
     used = enough.simulated.peak.total
     found = [
         plan_of(model, steps_of(model), Strategy(ranks=2), roomy, budget=b).allocator_nbytes for b in (1e9, 1.1 * used)

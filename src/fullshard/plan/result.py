@@ -66,9 +66,9 @@ class Plan:
 
     @property
     def allocator_nbytes(self) -> float:
-        """The bytes that the allocator reserves at the peak, if the device has room: in use then, and kept."""
-        reserved = self.simulated.peak.total * (1 + self.hardware.reserving)
-        return max(self.simulated.peak.total, min(reserved, self.budget - self.hardware.reserved))
+        """Bytes that the allocator reserves at the peak, if the device has room: all are of the stream of compute."""
+        used = self.simulated.peak.total
+        return max(used, min(used * (1 + self.hardware.fragmentation), self.budget - self.hardware.reserved))
 
     @property
     def margin_nbytes(self) -> float:
