@@ -261,7 +261,7 @@ def drive(port: int, ranks: range, world: int, start: Any, sender: Connection) -
             "slowest": max(connection.slowest for connection in connections),
             "told": max((when - raised for when in cut.values()), default=0.0),
             "cut": len(cut),
-            "reads": sum(bool(watch.leader.leads) for watch in watches),
+            "reads": sum(watch.leader is not None and bool(watch.leader.leads) for watch in watches),
         }
     )
 

@@ -23,7 +23,7 @@ from types import TracebackType
 from typing import Any
 
 from fullshard.peers import Scope, Settings, Wait, Watch
-from fullshard.peers.process import Host
+from fullshard.peers.store import Host
 
 # The watch's thread looks so often.
 _TICK_SECONDS = 0.25
@@ -368,7 +368,7 @@ class Simulation:
     @property
     def leaders(self) -> Sequence[int]:
         """The ranks that read the others' records now."""
-        return [watch.rank for watch in self.watches if watch.leader.leads]
+        return [watch.rank for watch in self.watches if watch.leader is not None and watch.leader.leads]
 
 
 class _Go:

@@ -329,7 +329,7 @@ def precision() -> Picture:
             picture.box(x + 38 - wide / 2, y, wide, 30, "blue" if dtype.itemsize == 4 else "orange", str(dtype))
             picture.on(x + 38, y + 20, "fp32" if dtype == single else "bf16")
     picture.text(
-        16, 74 + 40 * len(policies), "Width: bytes per element. Resolved by policy/policies.py.", "quiet", size=12
+        16, 74 + 40 * len(policies), "Width: bytes per element. Resolved by policy/options.py.", "quiet", size=12
     )
     return picture
 

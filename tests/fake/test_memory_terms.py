@@ -164,7 +164,7 @@ def _group(
         sum_itemsize=2
         if setting.policy == "bf16 reduce" and (setting.communication == "torch" or setting.world == 1)
         else 4,
-        kept=secondary_layout(pack, plan, degree) if degree else None,
+        kept=secondary_layout(pack, plan.direct, degree) if degree else None,
     )
     return Group(memory, replace(memory, kept=None), tuple(parameters), 0, tuple(p.name for p in parameters))
 

@@ -7,7 +7,7 @@ import traceback
 from dataclasses import dataclass
 from typing import Literal
 
-from fullshard.peers.process import frames
+from fullshard.peers.store import frames
 
 
 @dataclass(frozen=True)

@@ -428,7 +428,7 @@ def _bytes(rank: int, names: str) -> None:
 def _part_nbytes(memory: UnitMemory) -> int:
     """What a rank sends of its part to each other one in a gather."""
     direct = sum(memory.pack.segments[i].padded_numel for i in memory.plan.direct)
-    return (direct + memory.plan.packed_span(memory.pack).numel) * memory.compute_itemsize
+    return (direct + len(memory.plan.packed_span(memory.pack))) * memory.compute_itemsize
 
 
 def _units(model: nn.Module) -> list[tuple[str, Any]]:

@@ -80,7 +80,7 @@ PURE += tuple(
     f"fullshard.plan.{name}"
     for name in "moments pipeline reductions result rough search simulation spans stages strategy".split()
 )
-PURE += tuple(f"fullshard.peers.{name}" for name in "diagnosis failures process scope store wait".split())
+PURE += tuple(f"fullshard.peers.{name}" for name in "diagnosis scope store wait".split())
 PURE += ("fullshard.agree.ledger", "fullshard.agree.differences")
 
 # Beside _torch, which has its classes: where torch's FSDP2 is run.
@@ -132,7 +132,7 @@ PRIVATE_ALLOWED: dict[tuple[str, str], str] = {
     ("checkpoint/formats/writings.py", "'_weight_conversions'"): "the same",
     ("checkpoint/formats/writings.py", "'_keys_to_ignore_on_save'"): "transformers: what its files leave out",
     ("compat/fsdp1.py", "'_module_classes_to_ignore'"): "a field of FSDP1's MixedPrecision, which users set",
-    ("peers/process.py", "._current_frames"): "of Python's sys, documented; torch has no such name",
+    ("peers/store.py", "._current_frames"): "of Python's sys, documented; torch has no such name",
     ("param/swap.py", "._parameters"): "the one file that puts tensors on modules: setattr takes thirty times as long",
 }
 

@@ -27,7 +27,7 @@ from fullshard.checkpoint.state import Leaf, Part, bytes_of, dtype_name, flatten
 from fullshard.checkpoint.table import Table
 from fullshard.checkpoint.writing import ChecksumThreads, spare_cores, write_file
 from fullshard.comm import alone
-from fullshard.peers.failures import Loss
+from fullshard.peers.wait import Loss
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from fullshard.layout import (
     secondary_layout,
     total,
 )
-from fullshard.layout.flat import align_up
+from fullshard.layout.shard import align_up
 
 
 def unit(
@@ -31,7 +31,7 @@ def unit(
     layouts = [ShardLayout((rows, 16), world=world), ShardLayout((16,), world=world)]
     pack = FlatLayout.build(layouts, 8)
     plan = GatherPlan((0, 1), ()) if direct else GatherPlan((), (0, 1))
-    kept = None if degree is None else secondary_layout(pack, plan, degree)
+    kept = None if degree is None else secondary_layout(pack, plan.direct, degree)
     return UnitMemory(name, pack, plan, 4, compute, 4, exchanges, kept=kept)
 
 

@@ -16,7 +16,7 @@ from fullshard.agree.calls import changes_parameters
 from fullshard.agree.ledger import Action, Order, Program, Question
 from fullshard.agree.mesh_ledger import MessageOrder, compare_action, sizes_of
 from fullshard.peers import RanksDisagree
-from fullshard.peers.failures import Failures
+from fullshard.peers.wait import Failures
 
 
 class Scope:
@@ -33,7 +33,7 @@ class Scope:
     within = peers.Scope.within
 
     def agree(self, what: str, text: str) -> dict[int, str] | None:
-        assert "about to" in str(self.doing)
+        assert callable(self.doing) and "about to" in self.doing()
         self.questions.append(text)
         return self.answers
 

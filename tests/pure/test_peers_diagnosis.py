@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 from fullshard.peers import diagnosis
 from fullshard.peers.diagnosis import Reader, Record
-from fullshard.peers.process import Host
-from fullshard.peers.store import runs
+from fullshard.peers.store import Host, runs
 
 
 def record(

@@ -14,9 +14,16 @@ from hypothesis import strategies as st
 
 from benchmarks.simulated_ranks import Store
 from fullshard.peers import Fault, PeerFailed, RanksDisagree, Settings, Wait
-from fullshard.peers.failures import Failures
 from fullshard.peers.store import Records, ranks_of, runs
-from fullshard.peers.wait import GRACE_SECONDS, SETTLING_SECONDS, STORE_WAIT_LOOKS, STORE_WAIT_POSTS, pace, pauses
+from fullshard.peers.wait import (
+    GRACE_SECONDS,
+    SETTLING_SECONDS,
+    STORE_WAIT_LOOKS,
+    STORE_WAIT_POSTS,
+    Failures,
+    pace,
+    pauses,
+)
 
 # ---- pace ------------------------------------------------------------------------------------------------------
 

@@ -9,6 +9,7 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,10 +27,9 @@ from fullshard.peers import (
     loss_over,
     wait_until,
 )
-from fullshard.peers.failures import TEXT_CHARACTERS, Loss
+from fullshard.peers.diagnosis import Leader
 from fullshard.peers.scope import Groups, _name
-from fullshard.peers.store import Mail
-from fullshard.peers.wait import Waits
+from fullshard.peers.wait import TEXT_CHARACTERS, Loss, Waits
 
 GATHER = "the all-gather of layers.3"
 # The package has a function of the module's name.
@@ -470,16 +470,15 @@ def test_a_collective_of_the_user_s_is_a_wait_when_it_is_known_for_whom(
     monkeypatch.setattr(WATCH, "active_collectives", lambda: [one])
     monkeypatch.setattr(WATCH, "known_groups", lambda: {"0": None})
     monkeypatch.setattr(WATCH.dist, "get_process_group_ranks", lambda _: list(range(ranks)))
-    waiting = Waits()
-    call = WATCH.TorchCall(Host(), waiting)
-    assert call.look(10.0) is None
-    found = call.look(12.0)
+    call = WATCH.OwnRecord(SimpleNamespace(host=Host(), waiting=Waits(), rank=0))
+    assert call.torch_call(10.0) is None
+    found = call.torch_call(12.0)
     assert (found is not None) is known
     if found is not None:
         assert (found.kind, found.name, found.number, found.doing) == ("torch", "0", 4, "barrier")
         with caplog.at_level(logging.ERROR):
             for _ in range(3):
-                call.log(Fault(1, "disagree", "why"), 0)
+                call.log(Fault(1, "disagree", "why"))
         assert len(caplog.records) == 1
 
 
@@ -532,7 +531,7 @@ def test_the_limit_of_the_process_group_is_that_of_who_waits_longest() -> None:
 
 
 def test_a_cause_that_is_known_later_is_told_too(two: Simulation) -> None:
-    leader, scope = two.watches[0].leader, two.scopes[0]
+    leader, scope = Leader(two.watches[0]), two.scopes[0]
     for one, causes in (
         (fault(scope, vague=True), 1),
         (fault(scope, vague=True), 1),
@@ -554,7 +553,7 @@ def test_mail_that_another_message_replaced_is_sent_again() -> None:
         assert 0 in simulation.cut and 2 not in simulation.cut
         # Somebody else's words are there now.
         simulation.watches[0].records.tell([2], [])
-        simulation.watches[0].mail._lately = []
+        simulation.watches[0]._lately = []
         simulation.held.discard(2)
         simulation.run(4)
         assert 2 in simulation.cut
@@ -605,18 +604,18 @@ def test_a_question_has_its_own_words_for_ranks_that_wait_elsewhere(two: Simulat
 
 def test_faults_of_epochs_that_are_over_are_not_told_again(two: Simulation) -> None:
     scope = two.scopes[0]
-    mail: Mail = two.watches[0].mail
-    mail.tell([1], [fault(scope)])
-    mail.tell([1], [fault(scope, "lost")])
-    mail.tell([1], [fault(scope, "lost")])
+    watch = two.watches[0]
+    watch.tell([1], [fault(scope)])
+    watch.tell([1], [fault(scope, "lost")])
+    watch.tell([1], [fault(scope, "lost")])
 
     def told() -> list[str]:
-        kept = json.loads(two.store.kept[two.watches[0].records.key(1)])["mail"]
+        kept = json.loads(two.store.kept[watch.records.key(1)])["mail"]
         return [Fault.loads(text).kind for text in kept]
 
     assert told() == ["raised", "lost"], "what may be unread is repeated, once"
     scope.epoch = 1
-    mail.tell([1], [fault(scope, "late")])
+    watch.tell([1], [fault(scope, "late")])
     assert told() == ["late"]
     scope.epoch = 0
 
@@ -625,6 +624,6 @@ def test_a_mesh_that_is_made_later_hears_of_its_own_faults_alone(two: Simulation
     watch = two.watches[0]
     name = _name((0, 1), "later")
     for scope_name, since in ((name, 3.0), ("another mesh", 4.0)):
-        watch.mail.receive(Fault(1, "raised", "why", scope_name), since)
+        watch._receive(Fault(1, "raised", "why", scope_name), since)
     made = watch.scope([0, 1], "later")
     assert [(one.scope, since) for one, since in made.faults] == [(name, 3.0)]

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from fullshard.peers import process
+from fullshard.peers import store as process
 
 HOST = process.Host()
 TORCH = os.path.dirname(torch.__file__) + os.sep

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import fullshard
 from fullshard import MixedPrecisionPolicy, fully_shard
-from fullshard.policy.policies import argument_names, by_names
+from fullshard.policy.options import argument_names, by_names
 from tests.harness.models import seeded
 from tests.harness.threads import run_ranks
 

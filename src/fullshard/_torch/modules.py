@@ -8,7 +8,7 @@ import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from types import ModuleType
-from typing import Any, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -57,11 +57,10 @@ def mark_managed(module: nn.Module) -> None:
     module._fsdp_use_orig_params = True  # type: ignore[assignment]
 
 
-class _Refusal:
+class _Refusal(NamedTuple):
     """Raises when torch asks whether it is true."""
 
-    def __init__(self, text: str) -> None:
-        self.text = text
+    text: str
 
     def __bool__(self) -> bool:
         raise ValueError(self.text)

@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from ..peers.failures import RanksDisagree, shown_ranks, variants
-from ..peers.scope import Scope, ask, tell
+from ..peers.wait import shown_ranks, variants
 from .ledger import (
     CALL,
     NOW,
@@ -25,7 +24,6 @@ from .ledger import (
     Statement,
     dumps,
     loads,
-    read,
 )
 
 # How many of the differing values an error shows.
@@ -109,29 +107,6 @@ class Difference(NamedTuple):
 def first_difference(by_rank: Mapping[int, Sequence[Statement]]) -> Difference | None:
     """The first of `differences`; None if all ranks state the same."""
     return next(differences(by_rank), None)
-
-
-def exchanged(scope: Scope, what: str, statements: Sequence[Statement]) -> dict[int, list[Statement]]:
-    """The statements of each rank of `scope`, if not all state the same; else an empty dict. Collective.
-
-    Sends a digest, and only if digests differ the statements, from one rank of each variant.
-    """
-    text = dumps(statements)
-    digests = ask(scope, what, text)
-    if not digests:
-        return {}
-    senders = {ranks[0] for ranks in variants(digests).values()}
-    found = tell(scope, f"{what} in full", text if scope.rank in senders else "")
-    texts = {digests[rank]: found[rank] for rank in senders}
-    return read({rank: texts[digest] for rank, digest in digests.items()})
-
-
-def refuse_differences(scope: Scope, what: str, statements: Sequence[Statement]) -> None:
-    """Raise `RanksDisagree` on all ranks of `scope` if they do not state the same. Collective."""
-    by_rank = exchanged(scope, what, statements)
-    difference = first_difference(by_rank) if by_rank else None
-    if difference is not None:
-        raise RanksDisagree(difference.text, what=difference.what, by_rank=difference.by_rank)
 
 
 def differences(by_rank: Mapping[int, Sequence[Statement]]) -> Iterator[Difference]:

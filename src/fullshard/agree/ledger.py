@@ -239,11 +239,6 @@ class Action(NamedTuple):
     def __str__(self) -> str:
         return " ".join((self.kind, f"{self.root}.{self.unit}", self.name, self.sizes, *self.flags))
 
-    @property
-    def starts(self) -> bool:
-        """Whether the program starts over with it."""
-        return any(flag in _STARTS for flag in self.flags)
-
 
 class Question(NamedTuple):
     """A rank's next action at a place; `expected`: the action that would have needed no question, if any."""
@@ -319,7 +314,8 @@ class Order:
     def enter(self, action: Action) -> None:
         """Enter an unexpected `action`, on which all ranks agreed."""
         last = self._last.get(self._here)
-        key = (_ANYWHERE, _start_of(action)) if action.starts else (self._here, action)
+        starts = any(flag in _STARTS for flag in action.flags)
+        key = (_ANYWHERE, _start_of(action)) if starts else (self._here, action)
         after = self._after.get(key)
         if after is None:
             if len(self._after) >= self._limit:

@@ -18,6 +18,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from operator import attrgetter
 from types import NoneType
 from typing import NamedTuple
@@ -191,7 +192,7 @@ def compare_action(
         later(order.place, action)
         order.enter(action)
         return
-    with scope.within(f"a comparison, about to {phrase(action)}"):
+    with scope.within(lambda: f"a comparison, about to {phrase(action)}"):
         if in_band and expected is None and alike(scope, f"{order.place}: {action}"):
             order.enter(action)
             return
@@ -263,24 +264,26 @@ class _Carried(NamedTuple):
     sealed: Sealed
 
 
+@dataclass(eq=False)
 class _SinceMeeting:
     """Counts what was compared since ranks began, or began anew after a failure, when some of them were further than
     others; and knows when values are compared next."""
 
-    def __init__(self, epoch: int) -> None:
-        self.epoch = epoch
-        # The comparisons so far, and the next one that includes values outside of units.
-        self.count, self.next_values = 0, 1
-        # The training forwards so far, and the next one at which ranks compare (`forward_begins`).
-        self.forwards, self.next_question = 0, 1
-        self.values_asked = True
-        # The versions of the parameters of each unit at the last comparison, and the writes up to it.
-        self.written: dict[Unit, int] = {}
-        self.writes: dict[Unit, int] = {}
-        # Comparisons of earlier backwards, whose result was not read yet.
-        self.earlier: deque[_Carried] = deque()
-        # Whether unexpected messages were sent since the last comparison (`note_message`).
-        self.has_unexpected = False
+    epoch: int
+    # The comparisons so far, and the next one that includes values outside of units.
+    count: int = 0
+    next_values: int = 1
+    # The training forwards so far, and the next one at which ranks compare (`forward_begins`).
+    forwards: int = 0
+    next_question: int = 1
+    values_asked: bool = True
+    # The versions of the parameters of each unit at the last comparison, and the writes up to it.
+    written: dict[Unit, int] = field(default_factory=dict)
+    writes: dict[Unit, int] = field(default_factory=dict)
+    # Comparisons of earlier backwards, whose result was not read yet.
+    earlier: deque[_Carried] = field(default_factory=deque)
+    # Whether unexpected messages were sent since the last comparison (`note_message`).
+    has_unexpected: bool = False
 
 
 class MeshLedger:

@@ -173,7 +173,7 @@ def peers_below(*models: nn.Module) -> Peers:
 # interrupted halfway, which cannot be undone. If they differ, every forward of the model raises on all ranks until a
 # consistent state is loaded, or the user declares the state consistent.
 #
-# The same after a loss on a device, which the scope reports beside this word (peers/failures.py). Then a load must have
+# The same after a loss on a device, which the scope reports beside this word (peers/wait.py). Then a load must have
 # written everything (`Recovery`, below).
 
 
@@ -226,7 +226,7 @@ def _forget(meshes: Iterable[tuple[int, ...]], source: str) -> None:
 
 
 # ---- the model -------------------------------------------------------------------------------------------------------
-# What has to be loaded after a model on a device was lost (peers/failures.py), and whether it was.
+# What has to be loaded after a model on a device was lost (peers/wait.py), and whether it was.
 
 _by_scope: weakref.WeakKeyDictionary[Scope, weakref.WeakSet[Recovery]] = weakref.WeakKeyDictionary()
 

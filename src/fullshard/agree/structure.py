@@ -36,12 +36,12 @@ from ..param import (
     numbers_of,
     written_before,
 )
-from ..peers import RanksDisagree, Scope, ask, scope_of, shown_ranks
-from ..policy.policies import shown_cast_inputs
+from ..peers import RanksDisagree, Scope, ask, scope_of, shown_ranks, tell, variants
+from ..policy.options import shown_cast_inputs
 from ..schedule import UnitRecord
-from .differences import differences, exchanged, refuse_differences
+from .differences import differences
 from .equal_rows import warn_of_equal_rows
-from .ledger import OPTIONS, PARAMETER, TENSOR, UNIT, Statement, digest_of, stated
+from .ledger import OPTIONS, PARAMETER, TENSOR, UNIT, Statement, digest_of, dumps, read, stated
 from .recovery import Peers
 
 # ---- describe --------------------------------------------------------------------------------------------------------
@@ -286,7 +286,7 @@ def differing(scope: Scope, kind: str, tensors: Mapping[str, Tensor]) -> list[Dr
     Skips names that some ranks do not have. Asks once if all are equal, twice otherwise.
     """
     by_rank = exchanged(scope, f"{kind}s", [stated(TENSOR, "", digests_of(tensors))])
-    found = ((one.fact.name, dict(one.values)) for one in differences(by_rank))
+    found = ((one.fact.name, dict(one.values)) for one in (differences(by_rank) if by_rank else ()))
     return sorted(Drift(name, kind, tuple(values)) for name, values in found if "none" not in values.values())
 
 
@@ -333,6 +333,28 @@ def replicas_of(units: Sequence[Unit], top: nn.Module) -> dict[tuple[int, ...], 
                     if can_digest(local):
                         shards[names[param]] = local
     return found
+
+
+def exchanged(scope: Scope, what: str, statements: Sequence[Statement]) -> dict[int, list[Statement]]:
+    """The statements of each rank of `scope`, if not all state the same; else an empty dict. Collective.
+
+    Sends a digest, and only if digests differ the statements, from one rank of each variant.
+    """
+    text = dumps(statements)
+    digests = ask(scope, what, text)
+    if not digests:
+        return {}
+    senders = {ranks[0] for ranks in variants(digests).values()}
+    found = tell(scope, f"{what} in full", text if scope.rank in senders else "")
+    texts = {digests[rank]: found[rank] for rank in senders}
+    return read({rank: texts[digest] for rank, digest in digests.items()})
+
+
+def refuse_differences(scope: Scope, what: str, statements: Sequence[Statement]) -> None:
+    """Raise `RanksDisagree` on all ranks of `scope` if they do not state the same. Collective."""
+    by_rank = exchanged(scope, what, statements)
+    for difference in differences(by_rank) if by_rank else ():
+        raise RanksDisagree(difference.text, what=difference.what, by_rank=difference.by_rank)
 
 
 # ---- at first use ----------------------------------------------------------------------------------------------------

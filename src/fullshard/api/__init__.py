@@ -11,6 +11,7 @@ from .finalization import GradientReductionHandle as GradientReductionHandle
 from .full_params import full_params as full_params
 from .full_params import unit_open as unit_open
 from .full_params import write_shards as write_shards
+from .fully_shard import ShardPlacementResult as ShardPlacementResult
 from .fully_shard import fully_shard as fully_shard
 from .fully_shard import register_fsdp_forward_method as register_fsdp_forward_method
 from .fully_shard import replicate as replicate
@@ -28,5 +29,4 @@ from .module import FSDPModule as FSDPModule
 from .module import UnshardHandle as UnshardHandle
 from .module import share_comm_ctx as share_comm_ctx
 from .optimizer import step_on_shards as step_on_shards
-from .placement import ShardPlacementResult as ShardPlacementResult
 from .rebind import rebind_optimizer as rebind_optimizer

@@ -13,11 +13,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from ..agree.differences import refuse_differences
 from ..agree.ledger import TENSOR, stated
 from ..agree.structure import Drift as Drift
 from ..agree.structure import find_drift as _find_drift
-from ..agree.structure import ranks_of
+from ..agree.structure import ranks_of, refuse_differences
 from ..comm import broadcast_over, largest_over, sum_over, together_over
 from ..engine import Unit, unit_of
 from ..engine.names import clean_name

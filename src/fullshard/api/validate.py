@@ -25,7 +25,7 @@ from ..engine.names import first_few
 from ..param import Found, check_extension, has_extension
 from ..policy import MixedPrecisionPolicy, resolve_offload
 from ..policy.arguments import expect_callable, expect_each, expect_flag, expect_known_fields
-from ..policy.policies import check_cast_inputs
+from ..policy.options import check_cast_inputs
 from . import ownership
 
 _log = logging.getLogger(__name__)

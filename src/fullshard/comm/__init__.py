@@ -9,11 +9,13 @@ their owners, and back), `sequence` (attention over sequences cut over ranks), `
 experts that ranks divide, and back).
 """
 
-from .choice import Nodes as Nodes
+from .choice import Locations as Locations
 from .choice import direct_of as direct_of
+from .choice import located as located
 from .choice import reduce_channel as reduce_channel
 from .comparison import Comparison as Comparison
 from .comparison import HostCopy as HostCopy
+from .comparison import alike as alike
 from .data_group import DataGroup as DataGroup
 from .data_group import Sent as Sent
 from .data_group import communicators as communicators
@@ -41,7 +43,6 @@ from .group import attend as attend
 from .group import block_of as block_of
 from .group import mesh_links as mesh_links
 from .messages import Messenger as Messenger
-from .messages import alike as alike
 from .messages import all_reduce_over as all_reduce_over
 from .messages import alone as alone
 from .messages import broadcast_over as broadcast_over

@@ -69,41 +69,38 @@ class _Location(NamedTuple):
     hosts: HostGroups | None = None
 
 
-class Nodes:
-    """Finds out which groups of one root span several nodes, and how messages go between them. All ranks make the same
-    calls in the same order."""
+# Of the groups of one root, by the ranks of their mesh and their own.
+Locations = dict[tuple[tuple[int, ...], ...], _Location]
 
-    def __init__(self) -> None:
-        # Keyed by the ranks of the mesh and of the group.
-        self._places: dict[tuple[tuple[int, ...], ...], _Location] = {}
 
-    def locate(self, links: Links, strategy: str) -> Links:
-        """`links` as `strategy` uses them, wherever their ranks are. Once per group: a question to the store, another
-        one on several nodes, and messages of `measured` where there are two ways.
+def located(links: Links, strategy: str, known: Locations) -> Links:
+    """`links` as `strategy` uses them, wherever their ranks are: on one node or several, and how messages go between
+    them. All ranks make the same calls in the same order; once per group, which `known` remembers: a question to the
+    store, another one on several nodes, and messages of `measured` where there are two ways.
 
-        Raises `ValueError` on all ranks for "all-to-all" between nodes.
-        """
-        links, levels, ways = links.under(strategy), None, ONE_LEVEL
-        if links.shard.world > 1 and links.exchanges:
-            key = links.everyone, links.shard.ranks
-            if key not in self._places:
-                self._places[key] = _place_of(links)
-            several, hosts = self._places[key]
-            if several and strategy == "all-to-all":
-                raise ValueError(
-                    'set_communication("all-to-all"): expected the ranks that share parameters on one node, found '
-                    'several; use "auto", which exchanges gradients within a node and lets the backend reduce them '
-                    "between nodes"
-                )
-            links = links._replace(exchanges=not several)
-            if hosts is not None:
-                if hosts.levels is not None:
-                    levels, ways = hosts.levels, _ways_of(links, hosts, strategy)
-                links = links._replace(exchanges=hosts.exchanges, hosts=hosts._replace(ways=ways))
-        for group in (links.shard, links.reduce):
-            if group is not None:
-                group.use_levels(levels, ways)
-        return links
+    Raises `ValueError` on all ranks for "all-to-all" between nodes.
+    """
+    links, levels, ways = links.under(strategy), None, ONE_LEVEL
+    if links.shard.world > 1 and links.exchanges:
+        key = links.everyone, links.shard.ranks
+        if key not in known:
+            known[key] = _place_of(links)
+        several, hosts = known[key]
+        if several and strategy == "all-to-all":
+            raise ValueError(
+                'set_communication("all-to-all"): expected the ranks that share parameters on one node, found '
+                'several; use "auto", which exchanges gradients within a node and lets the backend reduce them '
+                "between nodes"
+            )
+        links = links._replace(exchanges=not several)
+        if hosts is not None:
+            if hosts.levels is not None:
+                levels, ways = hosts.levels, _ways_of(links, hosts, strategy)
+            links = links._replace(exchanges=hosts.exchanges, hosts=hosts._replace(ways=ways))
+    for group in (links.shard, links.reduce):
+        if group is not None:
+            group.use_levels(levels, ways)
+    return links
 
 
 def _ways_of(links: Links, hosts: HostGroups, strategy: str) -> Ways:
@@ -161,7 +158,7 @@ def reduce_channel(
     if group.world == 1 and replicate is None and controls.hook is None:
         return LocalReduce(dtypes.gradient, controls.divide_factor)
     scale = resolve_scale(dtypes.reduce, links.ranks, controls.divide_factor, sum_only=controls.sum_only)
-    sums = Summation(replicate, scale, dtypes, controls.hook, controls.hook_stream, native=native)
+    sums = Summation(replicate, scale, dtypes, controls.hook, controls.hook_stream, native, native and scale.averages)
     if controls.reduce_scatter is not None:
         group = CustomGroup(group, controls.reduce_scatter) if group.world > 1 else group
         pool = CustomBuffers(controls.reduce_scatter)

@@ -18,12 +18,17 @@ event, so that a check one step later does not wait.
 
 from __future__ import annotations
 
+import hashlib
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import AllreduceOptions
 
+from .._torch import backend_of
 from ..layout import FACTS_NUMEL
-from .data_group import Work, drain
+from ..peers import Scope
+from .data_group import DataGroup, Work, drain, with_op
 from .group import ShardGroup
 
 # Dtypes that represent all numbers from 0 to 255 exactly.
@@ -149,3 +154,27 @@ def brought(values: list[int], dtype: torch.dtype, device: torch.device) -> Tens
 def _signed(digest: int) -> int:
     """The same 64 bits as an int64; never its maximum, because the lowest bit is 0."""
     return digest - (1 << 64) if digest >> 63 else digest
+
+
+def alike(scope: Scope, said: str) -> bool | None:
+    """Whether `said` is the same on all ranks of `scope`; collective, 16 bytes over each axis of its mesh.
+
+    None without connections for it: if the group has no backend for the CPU ("nccl" alone; torch's default is
+    "cpu:gloo,cuda:nccl"), and before a root formed.
+    """
+    groups = [group for group in scope.groups.values() if isinstance(group, DataGroup) and group.purpose == "check"]
+    if not groups:
+        return None
+    extremes = torch.tensor([number_of(said), -number_of(said)])
+    options = with_op(AllreduceOptions(), dist.ReduceOp.MAX)
+    # One axis after the other; data groups were opened in the order of the mesh's axes.
+    for group in groups:
+        # Call the backend directly, so that tools that count or trace collectives see only the model's.
+        group.issue(backend_of(group.group, extremes.device).allreduce, [extremes], options).wait()
+    most, least = extremes.tolist()
+    return bool(most == -least)
+
+
+def number_of(said: str) -> int:
+    """62 bits of `said`: an int64 of either sign."""
+    return int.from_bytes(hashlib.blake2s(said.encode(), digest_size=8).digest(), "big") >> 2

@@ -13,10 +13,10 @@ left with the backend, which may call its store whenever it likes, from threads 
 
 from __future__ import annotations
 
-import functools
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from datetime import timedelta
 
@@ -49,45 +49,23 @@ def connected(
     seconds = scope.watch.settings.limit_seconds + _BACKEND_SECONDS_MORE
     # Of C++: a backend may use it for as long as it exists, from any thread.
     store = default_store()
-    make = functools.partial(same_group, origin, tuple(ranks), device, backend, store, name, seconds)
-    try:
+    made: Future[dist.ProcessGroup] = Future()
+
+    def connect() -> None:
+        try:
+            made.set_result(same_group(origin, tuple(ranks), device, backend, store, name, seconds))
+        except BaseException as error:
+            made.set_exception(error)
+        wait.wake()
+
+    with scope.reporting("the connections of a group"):
         # First wait for all ranks here: the backend's own wait for them would end with its timeout.
         store.add(f"{name}/here", 1)
         wait_until(lambda: store.add(f"{name}/here", 0) >= len(ranks), wait)
-        connecting = _Connecting(make, wait)
-        wait_until(lambda: connecting.is_over, wait)
-        return connecting.result()
-    except BaseException as error:
-        scope.interrupted(error, wait.doing)
-        raise
-
-
-class _Connecting(threading.Thread):
-    """Makes connections (`make`), which may wait for ever for a rank that is gone, while another thread waits with the
-    watch. A wait that ends early leaves this thread to its time limit, and nobody uses what it makes."""
-
-    def __init__(self, make: Callable[[], dist.ProcessGroup], wait: Wait) -> None:
-        super().__init__(name="fullshard connects", daemon=True)
-        self._make, self._wait = make, wait
-        self._made: dist.ProcessGroup | None = None
-        self._error: BaseException | None = None
-        self.is_over = False
-        self.start()
-
-    def run(self) -> None:
-        try:
-            self._made = self._make()
-        except BaseException as error:
-            self._error = error
-        self.is_over = True
-        self._wait.wake()
-
-    def result(self) -> dist.ProcessGroup:
-        """The connections; raises what making them raised."""
-        if self._error is not None:
-            raise self._error
-        assert self._made is not None
-        return self._made
+        # A wait that ends early leaves the thread to its time limit, and nobody uses what it makes.
+        threading.Thread(target=connect, name="fullshard connects", daemon=True).start()
+        wait_until(made.done, wait)
+        return made.result()
 
 
 def cut_host(group: dist.ProcessGroup, device: torch.device) -> None:

@@ -304,7 +304,7 @@ class DataGroup:
         if origin is None:
             raise RuntimeError(f"{self.name}: expected its process group to exist, found that it was destroyed")
         name = f"{scope.watch.records.prefix}/{scope.name}/{scope.renewed}/{self.name}"
-        doing = scope.told or "the connections of " + self.purpose
+        doing = scope.doing or "the connections of " + self.purpose
         wait = Wait("connect", scope, doing, name=self.name, ranks=self.ranks)
         made = connected(scope, origin, self.ranks, self.device, self.backend, name, wait)
         self._group, self.issued, self.cut_at, self._renewed = made, 0, 0.0, scope.renewed

@@ -90,7 +90,7 @@ class _CopyOut(NamedTuple):
 
 def _copies_out(pack: FlatLayout, plan: GatherPlan) -> list[_CopyOut]:
     """The copies of packed parameters out of the staging buffer; their number does not depend on the world size."""
-    span = plan.packed_span(pack).numel
+    span = len(plan.packed_span(pack))
     copies = []
     for i in plan.packed:
         layout, full = pack.segments[i].layout, pack.full_offsets[i]
@@ -149,8 +149,8 @@ class PlannedGather(Flight, GatherChannel):
             span, copies = plan.packed_span(pack), _copies_out(pack, plan)
             self._packed = flat[span.start : span.stop]
             self._destinations = [full.flat.as_strided(c.sizes, c.full_strides, c.full_offset) for c in copies]
-            views = partial(_staged, copies, (group.rank, span.numel) if self._casts else None)
-            numel, dtype = group.world * span.numel, full.flat.dtype
+            views = partial(_staged, copies, (group.rank, len(span)) if self._casts else None)
+            numel, dtype = group.world * len(span), full.flat.dtype
             self._staging = pool.key("staging", pack, plan, dtype), numel, dtype, flat.device, views
         if not in_use:
             full.release()

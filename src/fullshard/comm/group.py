@@ -84,7 +84,7 @@ class ShardGroup(Line):
         return tuple(dist.get_process_group_ranks(self.origin))
 
     def use_levels(self, levels: Levels | None, ways: Ways) -> None:
-        """Sum in the order of these nodes from now on, and send in these `ways` (`choice.Nodes` decides)."""
+        """Sum in the order of these nodes from now on, and send in these `ways` (`choice.located` decides)."""
         self.levels, self.ways = levels, ways
         # Bound here and not asked at each gather: most groups have no levels, and a step gathers often.
         if levels is None or ways.gather != "levels":
@@ -193,8 +193,8 @@ class Links(NamedTuple):
         return self.reducing.levels is not None and not self.exchanges
 
     def under(self, strategy: str) -> Links:
-        """These links as `strategy` uses them, if the ranks that share parameters are on one node: `Nodes.locate`
-        knows."""
+        """These links as `strategy` uses them, if the ranks that share parameters are on one node, which
+        `choice.located` knows."""
         exchanges = strategy == "all-to-all" or (strategy != "torch" and exchanges_gradients(self.shard.backend))
         return self._replace(exchanges=exchanges, hosts=None)
 

@@ -8,21 +8,20 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.distributed_c10d import AllreduceOptions
 from torch.distributed.tensor import DTensor, Shard
 
-from .._torch import backend_of, dtensor_like, local_of
+from .._torch import dtensor_like, local_of
 from ..peers import Scope, scope_of
-from .data_group import DataGroup, Line, can_cut, data_group, open_data_group, with_op
+from .comparison import number_of
+from .data_group import DataGroup, Line, can_cut, data_group, open_data_group
 from .group import backend_name, message_device
 
 # ---- messages --------------------------------------------------------------------------------------------------------
@@ -65,14 +64,10 @@ class Messenger(NamedTuple):
         if scope is None:
             yield
             return
-        with scope.within(what):
-            try:
-                self._begin(scope, what)
-                yield
-                scope.failures.block += 1
-            except BaseException as error:
-                scope.interrupted(error, what)
-                raise
+        with scope.within(what), scope.reporting(what):
+            self._begin(scope, what)
+            yield
+            scope.failures.block += 1
 
     def _begin(self, scope: Scope, what: str) -> None:
         failures = scope.failures
@@ -90,12 +85,8 @@ class Messenger(NamedTuple):
     @contextmanager
     def telling(self, what: str) -> Iterator[None]:
         """This rank prepares `what` inside, while the others wait; an exception is reported to them."""
-        try:
+        with nullcontext() if self._scope is None else self._scope.reporting(what):
             yield
-        except BaseException as error:
-            if self._scope is not None:
-                self._scope.interrupted(error, what)
-            raise
 
     @contextmanager
     def beside(self) -> Iterator[None]:
@@ -158,7 +149,7 @@ class Messenger(NamedTuple):
 
     def is_same(self, said: str) -> bool:
         """Whether `said` is the same on all ranks; 16 bytes."""
-        number = _number(said)
+        number = number_of(said)
         most, least = self.largest([number, -number])
         return most == -least
 
@@ -322,12 +313,8 @@ def line_over(
         if not any(isinstance(group, DataGroup) and group.purpose == "data" for group in scope.groups.values()):
             # No root has formed, so only this call can make the ranks meet after a failure.
             scope.resume()
-        line = Line(process_group, open_data_group(scope, process_group, device, backend, purpose))
-        try:
-            yield line
-        except BaseException as error:
-            scope.interrupted(error, doing)
-            raise
+        with scope.reporting(doing):
+            yield Line(process_group, open_data_group(scope, process_group, device, backend, purpose))
 
 
 def _small(process_group: dist.ProcessGroup, device: torch.device, what: str) -> AbstractContextManager[Line]:
@@ -391,30 +378,6 @@ def _reduce_over(mesh: DeviceMesh, values: Tensor, op: dist.ReduceOp.RedOpType, 
         if mesh.size(axis) > 1:
             all_reduce_over(values, mesh.get_group(axis), op, what)
     return values
-
-
-def alike(scope: Scope, said: str) -> bool | None:
-    """Whether `said` is the same on all ranks of `scope`; collective, 16 bytes over each axis of its mesh.
-
-    None without connections for it: if the group has no backend for the CPU ("nccl" alone; torch's default is
-    "cpu:gloo,cuda:nccl"), and before a root formed.
-    """
-    groups = [group for group in scope.groups.values() if isinstance(group, DataGroup) and group.purpose == "check"]
-    if not groups:
-        return None
-    extremes = torch.tensor([_number(said), -_number(said)])
-    options = with_op(AllreduceOptions(), dist.ReduceOp.MAX)
-    # One axis after the other; data groups were opened in the order of the mesh's axes.
-    for group in groups:
-        # Call the backend directly, so that tools that count or trace collectives see only the model's.
-        group.issue(backend_of(group.group, extremes.device).allreduce, [extremes], options).wait()
-    most, least = extremes.tolist()
-    return bool(most == -least)
-
-
-def _number(said: str) -> int:
-    """62 bits of `said`: an int64 of either sign."""
-    return int.from_bytes(hashlib.blake2s(said.encode(), digest_size=8).digest(), "big") >> 2
 
 
 def least_over(groups: Sequence[dist.ProcessGroup], value: Tensor) -> Tensor:

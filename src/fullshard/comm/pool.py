@@ -14,6 +14,7 @@ freezes others in each step would otherwise accumulate buffers.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
 from itertools import count
 
 import torch
@@ -26,18 +27,16 @@ _KNOWN_KEYS = 4096
 _FREED = torch.empty(0)
 
 
+@dataclass(slots=True, eq=False)
 class Buffer:
     """One buffer and its views. The caller of `take` owns it until `give`."""
 
-    __slots__ = ("key", "step", "tensor", "views")
-
-    def __init__(self, key: int, tensor: Tensor) -> None:
-        self.key = key
-        self.tensor = tensor
-        # Views that the key's owner made of the buffer.
-        self.views: list[Tensor] = []
-        # The step in which it was last given back.
-        self.step = 0
+    key: int
+    tensor: Tensor
+    # Views that the key's owner made of the buffer.
+    views: list[Tensor] = field(default_factory=list)
+    # The step in which it was last given back.
+    step: int = 0
 
 
 class BufferPool:

@@ -32,7 +32,7 @@ from torch import Tensor
 
 from .._torch import copied_into_one
 from ..layout import FACTS_NUMEL, ReduceLayout, contiguous_stride
-from ..layout.flat import SendRegion
+from ..layout.gather import SendRegion
 from ..policy import Scale
 from .comparison import CARRIERS, Comparison, HostCopy, brought
 from .data_group import MEAN, SUM, Flight, Work, drain
@@ -44,7 +44,7 @@ Parts = Sequence[Tensor | None]
 
 
 class Dtypes(NamedTuple):
-    """The dtypes of one reduction (see policy/policies.py)."""
+    """The dtypes of one reduction (see policy/options.py)."""
 
     wire: torch.dtype
     reduce: torch.dtype
@@ -137,13 +137,10 @@ class Summation(NamedTuple):
     dtypes: Dtypes
     hook: Callable[[Tensor], object] | None
     hook_stream: Any
-    # The backend reduces the chunk, in the reduce dtype.
+    # Whether the backend reduces the chunk, in the reduce dtype, and whether it takes the mean, so that nothing is
+    # divided here.
     native: bool
-
-    @property
-    def averages(self) -> bool:
-        """Whether the backend takes the mean, so that nothing is divided here."""
-        return self.native and self.scale.averages
+    averages: bool
 
 
 class StagedReduction(Reduction):

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from .._torch.autograd import version_of
-from ..policy.policies import Chosen, argument_names
+from ..policy.options import Chosen, argument_names
 
 _MAX_DEPTH = 64
 

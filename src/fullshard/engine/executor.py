@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
+from functools import cached_property, partial
 from types import TracebackType
 from typing import Protocol
 
@@ -140,10 +141,11 @@ class Executor:
         reductions_in_flight: int,
         companion: Companion,
         send_buffers: int | None = None,
+        thread: int,
         check: bool,
     ) -> None:
-        """`companion`: of the root; hears of messages before they are sent."""
-        self.units = list(units)
+        """`companion`: of the root; hears of messages before they are sent. `thread`: runs the model."""
+        self.units, self.thread = list(units), thread
         self.shared = shared
         self._limit = reductions_in_flight
         # Default limit on send buffers for units without their own setting; None: no limit.
@@ -152,9 +154,10 @@ class Executor:
         self._backward = _Backward()
         self._checker = CommandChecker() if check else None
         self._companion = companion
-        self.stepping = Stepping()
-        # Whether this is not the last backward (`set_is_last_backward(False)`): prefetches may be pending at its end.
+        # Whether this is not the last backward (`set_is_last_backward(False)`): prefetches may be pending at its end;
+        # and whether the running backward is the last of its window.
         self.may_stay_pending: Callable[[], bool] = lambda: False
+        self.is_final: Callable[[], bool] = lambda: True
         self.listeners: list[Callable[[Command], None]] = []
         self.gradient_observers: list[GradientObserver] = []
         self._actions: dict[str, Callable[[Unit], None]] = {
@@ -171,6 +174,11 @@ class Executor:
             "finish": self._finish,
             "reset": self._reset,
         }
+
+    @cached_property
+    def stepping(self) -> Stepping:
+        """The steps in the backward, of units that have a stepper."""
+        return Stepping(self.thread, self.is_final, partial(self._companion.did, "step"))
 
     def wrap_actions(self, wrapped: Callable[[str, Callable[[Unit], None]], Callable[[Unit], None]]) -> None:
         """Run `wrapped(kind, action)` for each action of a command from now on, until `unwrap_actions`."""
@@ -260,10 +268,9 @@ class Executor:
     # ---- full parameters -----------------------------------------------------------------------------------
 
     def _unshard(self, unit: Unit) -> None:
-        thread = self.stepping.thread
-        if not unit.seal.take(thread):
+        if not unit.seal.take(self.thread):
             unit.repair()
-            unit.seal.take(thread)
+            unit.seal.take(self.thread)
         self._companion.before(unit, "unshard")
         unit.channels.arriving = unit.channels.gathers
         for channel in unit.channels.gathers:
@@ -272,10 +279,12 @@ class Executor:
     def _unshard_secondary(self, unit: Unit) -> None:
         # The secondary shards stem from the last all-gather, so its noted versions stay valid. Modules show shards in
         # the meantime, so that users find shards if this backward fails.
-        unit.channels.secondary.show_shards()
+        secondary = unit.channels.secondary
+        assert secondary is not None
+        secondary.show_shards()
         self._companion.before(unit, "unshard_secondary")
-        unit.channels.arriving = unit.channels.secondary.gathers
-        for channel in unit.channels.secondary.gathers:
+        unit.channels.arriving = secondary.gathers
+        for channel in secondary.gathers:
             channel.issue()
 
     def _wait(self, unit: Unit) -> None:
@@ -284,27 +293,27 @@ class Executor:
         for channel in unit.channels.arriving:
             channel.complete()
         self._expose(unit)
-        if unit.channels.secondary.kept:
+        if unit.channels.secondary is not None:
             unit.channels.secondary.release()
 
     def _reshard(self, unit: Unit) -> None:
         self._shelve(unit)
         for group in unit.groups:
             group.memory.release()
-        if unit.channels.secondary.kept:
+        if unit.channels.secondary is not None:
             unit.channels.secondary.release()
 
     def _cancel(self, unit: Unit) -> None:
         for channel in unit.channels.arriving:
             channel.cancel()
         if unit.channels.arrive_from_secondary:
-            if unit.channels.secondary.kept:
+            if unit.channels.secondary is not None:
                 unit.channels.secondary.release()
 
     def _shelve(self, unit: Unit) -> None:
         for group in unit.groups:
             group.swap.show_shards()
-        if unit.channels.secondary.kept:
+        if unit.channels.secondary is not None:
             unit.channels.secondary.show_shards()
 
     def _expose(self, unit: Unit) -> None:
@@ -318,6 +327,7 @@ class Executor:
             unit.root.repaired(unit)
 
     def _reshard_secondary(self, unit: Unit) -> None:
+        assert unit.channels.secondary is not None
         unit.channels.secondary.keep()
 
     # ---- gradients -----------------------------------------------------------------------------------------
@@ -361,7 +371,7 @@ class Executor:
             partials = [group.params[i].gradients.live_partial() for i in group.trainable] if with_partials else ()
             carried = self._companion.carry(unit, position, channel, keep=keep)
             reduction = channel.issue(gradients, Outgoing(accumulated, partials, keep, carried))
-            self._put(InFlight(self, unit, group, group.trainable, reduction, self.stepping.collected))
+            self._put(InFlight(self, unit, group, group.trainable, reduction))
         if limit is None:
             while len(self.shared.in_flight) > self._limit:
                 self._advance_oldest(self.shared.in_flight)
@@ -448,7 +458,7 @@ class Executor:
                 parts = [part if there else None for part, there in zip(parts, present.flags(), strict=True)]
         flight.group.receive(flight.trainable, parts, partial=flight.reduction.keeps)
         if flight.unit.gradients.stepper is not None:
-            flight.collected(flight)
+            owner.stepping.collected(flight)
 
     def _drop_absent(self, groups: Iterable[ParamGroup]) -> None:
         """Wait for the flags of gradients that arrived for `groups`, and drop those that no rank produced."""
@@ -534,7 +544,8 @@ class Executor:
                     flights.append(flight)
         self._backward.clear()
         self.waiting.clear()
-        self.stepping.discard()
+        if any(unit.gradients.stepper is not None for unit in self.units):
+            self.stepping.discard()
         self._companion.discards()
         for observer in self.gradient_observers:
             observer.discards()

@@ -27,12 +27,12 @@ from torch.utils.hooks import RemovableHandle
 from .._torch import current_backward, saved_tensor_hooks_allowed
 from .._torch.modules import call, outside_graphs, runs_last
 from ..param import ShardedParam
-from ..policy.policies import chosen
+from ..policy.options import chosen
 from ..schedule import Use
 from .arguments import Arguments, cast_outputs, tensors_requiring_grad
+from .channels import UnitGradients
 from .foreign import note_shards_read
 from .full_params import opened_of
-from .gradients import UnitGradients
 from .root import Root, formed, root_of
 from .seal import State
 from .unit import Unit, module_units

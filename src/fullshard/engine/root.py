@@ -24,10 +24,10 @@ from .._torch import (
     saved_tensor_hooks_allowed,
     without_transforms,
 )
-from ..comm import Nodes, settle_uploads, uploading
+from ..comm import Locations, located, settle_uploads, uploading
 from ..param import ShardedParam
 from ..policy import Controls, Options
-from ..policy.policies import check_known_names
+from ..policy.options import check_known_names
 from ..schedule import Command, Event, Full, RunRecord, UnitRecord, Use, rules
 from ..schedule.optional import is_second
 from .backward import NOT_RUNNING, RunningBackward, SavedTensorHooks
@@ -59,14 +59,15 @@ class Root:
         self._backward = RunningBackward(follow_steps(), self.backward_end, self._backward_failed)
         # The companion does what this root has to do with the other ranks, beside messages.
         self.companion = first.settings.accompany(self)
-        # Finds out which groups span several nodes.
-        self._nodes = Nodes()
+        # Which groups span several nodes.
+        self._locations: Locations = {}
         self.executor = Executor(
             self.units,
             first.settings.shared or Shared(keep=device.type == "cpu"),
             companion=self.companion,
             reductions_in_flight=options.reductions_in_flight,
             send_buffers=options.send_buffers_on(device.type),
+            thread=self.thread,
             check=options.check,
         )
         # The stream on which all commands of a step run, on a device.
@@ -77,12 +78,10 @@ class Root:
         ending.is_last = first.settings.is_last_backward
         ending.manual = first.settings.manual_finalization
         self.executor.may_stay_pending = lambda: not ending.ends_step
-        self.executor.stepping.is_final = lambda: (ending.is_last or ending.is_manual) and self._backward.spends
+        self.executor.is_final = lambda: (ending.is_last or ending.is_manual) and self._backward.spends
         self.reads = SavedTensorHooks(self._weight_needed, always=options.watch == "always")
         # Called with every event and every command, as they happen (observe/trace.py).
         self.event_listeners: list[Callable[[Event], None]] = []
-        self.executor.stepping.thread = self.thread
-        self.executor.stepping.on_step = partial(self.companion.did, "step")
         for index, (unit, name) in enumerate(zip(self.units, names, strict=True)):
             unit.record.index = index
             unit.record.name = name
@@ -276,7 +275,7 @@ class Root:
             self._do("grads_ready", record, rules.grads_ready(self.run, record))
 
     def _weight_needed(self, unit: Unit) -> None:
-        if any(group.shares_memory for group in unit.groups):
+        if unit.gradients.stepper is not None and any(group.shares_memory for group in unit.groups):
             self.executor.stepping.refuse_weights(unit)
         if unit.record.full is Full.FULL and unit.record.in_backward:
             if self.stream is not None and self.stream.lead():
@@ -463,7 +462,7 @@ class Root:
     def _locate(self, unit: Unit, controls: Controls) -> None:
         """Find out which links of `unit` span several nodes, if that matters under `controls`. Collective."""
         strategy = controls.strategy(self.options.communication)
-        links = [self._nodes.locate(links, strategy) for links in unit.links]
+        links = [located(links, strategy, self._locations) for links in unit.links]
         unit.links, unit.channels.strategy = links, strategy
 
     def _wait_for_optimizer(self) -> None:

@@ -96,7 +96,9 @@ class Seal:
                 f"afterwards"
             )
         secondary = self._channels.secondary
-        if full is Full.SECONDARY or (full is Full.PENDING and self._channels.arriving is secondary.gathers):
+        if secondary is not None and (
+            full is Full.SECONDARY or (full is Full.PENDING and self._channels.arriving is secondary.gathers)
+        ):
             return not secondary.is_whole()
         return not whole
 

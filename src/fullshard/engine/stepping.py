@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from .._torch import local_of, with_tensor_hooks
 from ..param import ShardedParam
 from ..schedule import Full
-from .gradients import Stepper
+from .channels import Stepper
 from .optimizer_steps import note_optimizer_step
 from .unit import InFlight, Unit
 
@@ -31,15 +31,11 @@ from .unit import InFlight, Unit
 
 
 class Stepping:
-    """The steps in the backward that one executor runs."""
+    """The steps in the backward that one executor runs in `thread`, of which optimizer steps are counted. `is_final`:
+    whether the running backward is the last of its window; `on_step`: called when a backward that stepped is over."""
 
-    def __init__(self) -> None:
-        # Whether the running backward is the last of its window.
-        self.is_final: Callable[[], bool] = lambda: True
-        # Called when a backward that stepped is over.
-        self.on_step: Callable[[], None] = lambda: None
-        # The thread that runs the model: optimizer steps are counted per thread.
-        self.thread = 0
+    def __init__(self, thread: int, is_final: Callable[[], bool], on_step: Callable[[], object]) -> None:
+        self.thread, self.is_final, self.on_step = thread, is_final, on_step
         # The parameters stepped in the running backward; the units whose step waits for its end.
         self._stepped: dict[Unit, set[ShardedParam]] = {}
         self._postponed: set[Unit] = set()

@@ -35,10 +35,9 @@ from ..param import (
     set_apart,
 )
 from ..policy import Controls, Offload, Options, Precision, Wanted, resolve_precision, wanted_of
-from ..policy.policies import GradDtype, MixedPrecisionLike
+from ..policy.options import GradDtype, MixedPrecisionLike
 from ..schedule import Full, RunRecord, UnitRecord
-from .channels import UnitChannels
-from .gradients import UnitGradients
+from .channels import UnitChannels, UnitGradients
 from .optimizer_steps import follow_steps, note_full
 from .seal import Seal
 from .seam import NOBODY, Companion
@@ -149,14 +148,13 @@ def gather_nbytes(group: ParamGroup) -> int:
 
 
 class InFlight(NamedTuple):
-    """One reduction in flight, and the parameters whose gradients it carries. `collected` is called at its end."""
+    """One reduction in flight, and the parameters whose gradients it carries."""
 
     owner: object
     unit: Unit
     group: ParamGroup
     trainable: tuple[int, ...]
     reduction: Reduction
-    collected: Callable[[InFlight], None]
 
 
 class Shared:

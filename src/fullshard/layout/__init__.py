@@ -1,8 +1,8 @@
 """Pure arithmetic of sharding: one parameter, one unit, and bytes.
 
-Standard library only, so it imports without torch. Files: `shard` (one parameter; bytes per element), `flat` (one unit
-and its gradient messages), `gather` (direct or packed gathers; what stays between forward and backward), `levels` and
-`hosts` (ranks of several nodes; what each sends), `memory` (bytes of one unit, and what fits into a number of bytes),
+Standard library only, so it imports without torch. Files: `shard` (one parameter, and one unit; bytes per element),
+`gather` (messages: direct or packed gathers, gradients; bytes of one unit, and what fits into a number of bytes),
+`levels` and `hosts` (ranks of several nodes; what each sends),
 `boxes` (parts of tensors), `names` and `routes` (what goes from one layout to another one), `owners` (which rank steps
 which whole matrix), `sequence` (sequences cut over ranks, and what attention sends).
 """
@@ -15,15 +15,10 @@ from .boxes import overlap as overlap
 from .boxes import positions as positions
 from .boxes import spans as spans
 from .boxes import whole as whole
-from .flat import FACTS_NUMEL as FACTS_NUMEL
-from .flat import FlatLayout as FlatLayout
-from .flat import ReduceLayout as ReduceLayout
-from .flat import Segment as Segment
-from .flat import align_numel as align_numel
-from .flat import align_up as align_up
+from .gather import FACTS_NUMEL as FACTS_NUMEL
 from .gather import Candidate as Candidate
 from .gather import GatherPlan as GatherPlan
-from .gather import Span as Span
+from .gather import ReduceLayout as ReduceLayout
 from .gather import Term as Term
 from .gather import UnitMemory as UnitMemory
 from .gather import choose_resident as choose_resident
@@ -33,7 +28,6 @@ from .gather import exchanges_gradients as exchanges_gradients
 from .gather import groups_messages as groups_messages
 from .gather import leading_within as leading_within
 from .gather import plan_gather as plan_gather
-from .gather import secondary_layout as secondary_layout
 from .gather import sends_in_pairs as sends_in_pairs
 from .gather import total as total
 from .hosts import HostGroups as HostGroups
@@ -70,8 +64,13 @@ from .sequence import nearest_degrees as nearest_degrees
 from .sequence import repeats as repeats
 from .sequence import ring_traffic as ring_traffic
 from .sequence import ulysses_traffic as ulysses_traffic
+from .shard import FlatLayout as FlatLayout
 from .shard import Piece as Piece
+from .shard import Segment as Segment
 from .shard import ShardLayout as ShardLayout
+from .shard import align_numel as align_numel
+from .shard import align_up as align_up
 from .shard import contiguous_stride as contiguous_stride
 from .shard import itemsize as itemsize
 from .shard import known_dtypes as known_dtypes
+from .shard import secondary_layout as secondary_layout

@@ -1,5 +1,5 @@
-"""Decides which parameters of a unit are gathered straight into their final memory, and which travel in one message;
-and the bytes of both.
+"""The messages of one unit: which parameters are gathered straight into their final memory, and which travel in one
+message; where gradients are in a reduction's; and the bytes of both.
 
 `direct_gradients` makes the same choice for gradients. Both return plain data: computed once per unit from sizes and
 backend, and executed elsewhere.
@@ -14,49 +14,12 @@ ones a separate message costs more than a copy. A world of one gathers nothing, 
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from .flat import FACTS_NUMEL, FlatLayout, ReduceLayout, align_up
-from .shard import ShardLayout, require_int
-
-# ---- secondary shards ------------------------------------------------------------------------------------------------
-# The part of the full parameters that a rank keeps between forward and backward, for an integer
-# `reshard_after_forward`.
-#
-# Rows of dim 0, as `torch.chunk` splits them over the k ranks of a block. Shape (5, 3) on 4 ranks in blocks of 2:
-# shards have 2, 2, 1, 0 rows; ranks 0 and 2 keep rows 0 to 2, ranks 1 and 3 keep rows 3 and 4.
-#
-# A gather over the block fills the same memory as a gather over all ranks, so full parameters do not move. k padded
-# parts never exceed the padded shards of all ranks when both are split along the same dim. So a parameter that is
-# sharded along another dim is kept along that dim if the padded rows of dim 0 do not fit.
-
-
-def secondary_layout(pack: FlatLayout, plan: GatherPlan, world: int) -> FlatLayout:
-    """The flat layout of secondary shards over the `world` ranks of a block; its full offsets are those of `pack`.
-
-    >>> pack = FlatLayout.build([ShardLayout((5, 3), world=4)], align_numel=4)
-    >>> plan = GatherPlan(direct=(0,), packed=())
-    >>> kept = secondary_layout(pack, plan, 2)
-    >>> kept.segments[0].layout.local_shape(0), kept.padded_local_numel, kept.full_offsets == pack.full_offsets
-    ((3, 3), 12, True)
-    """
-    layouts = [_kept(segment.layout, world) for segment in pack.segments]
-    kept = FlatLayout.build(
-        layouts, pack.align_numel, first=plan.direct, names=[segment.name for segment in pack.segments]
-    )
-    return dataclasses.replace(
-        kept, full_offsets=pack.full_offsets, full_align_numel=pack.full_align_numel, full_numel=pack.full_numel
-    )
-
-
-def _kept(shards: ShardLayout, world: int) -> ShardLayout:
-    rows = ShardLayout(shards.shape, 0, world)
-    return rows if rows.full_memory_numel <= shards.full_memory_numel else ShardLayout(shards.shape, shards.dim, world)
-
+from .shard import FlatLayout, ShardLayout, align_up, require_int
 
 # ---- gather ----------------------------------------------------------------------------------------------------------
 
@@ -88,17 +51,6 @@ def exchanges_gradients(backend: str) -> bool:
     return backend in EXCHANGING_BACKENDS
 
 
-class Span(NamedTuple):
-    """A range [start, stop) of elements of the flat local buffer."""
-
-    start: int
-    stop: int
-
-    @property
-    def numel(self) -> int:
-        return self.stop - self.start
-
-
 @dataclass(frozen=True, slots=True)
 class GatherPlan:
     """Positions of parameters in the flat layout's layouts, by how they are gathered; both in buffer order."""
@@ -114,13 +66,13 @@ class GatherPlan:
                 f"packed {self.packed}; use plan_gather"
             )
 
-    def packed_span(self, pack: FlatLayout) -> Span:
-        """The range of the flat local buffer that forms the packed message; Span(0, 0) when nothing is packed.
+    def packed_span(self, pack: FlatLayout) -> range:
+        """The range of the flat local buffer that forms the packed message; empty when nothing is packed.
 
         Raises `ValueError` when the packed segments are not contiguous in the buffer.
         """
         if not self.packed:
-            return Span(0, 0)
+            return range(0)
         places = sorted(pack.order.index(index) for index in self.packed)
         if places != list(range(places[0], places[0] + len(places))):
             between = [pack.segments[i].name for i in pack.order[places[0] : places[-1]] if i not in self.packed]
@@ -130,18 +82,18 @@ class GatherPlan:
             )
         after = places[-1] + 1
         stop = pack.segments[pack.order[after]].offset if after < len(pack.order) else pack.padded_local_numel
-        return Span(pack.segments[pack.order[places[0]]].offset, stop)
+        return range(pack.segments[pack.order[places[0]]].offset, stop)
 
     def staging_numel(self, pack: FlatLayout) -> int:
         """Elements of the rank-major buffer that receives the packed message; 0 when nothing is packed."""
-        return pack.world * self.packed_span(pack).numel
+        return pack.world * len(self.packed_span(pack))
 
     def staged_segment(self, pack: FlatLayout, index: int, rank: int) -> int:
         """First element, in the staging buffer, of the shard of packed parameter `index` from `rank`."""
         if index not in self.packed:
             raise ValueError(f"index: expected one of the packed parameters {self.packed}, found {index!r}")
         span = self.packed_span(pack)
-        return pack.gathered_segment(index, rank) - span.start - rank * (pack.padded_local_numel - span.numel)
+        return pack.gathered_segment(index, rank) - span.start - rank * (pack.padded_local_numel - len(span))
 
 
 def direct_indices(
@@ -228,6 +180,180 @@ def plan_gather(
     )
     plan.packed_span(pack)  # raises unless the packed parameters form one message
     return plan
+
+
+# ---- chunks ----------------------------------------------------------------------------------------------------------
+# The messages of one gradient reduction: where each part of a gradient goes in the send buffer. Counts are elements.
+
+# Elements at the end of each chunk for the facts that ranks compare: 64 bits, eight per element as a number from 0 to
+# 255. Every floating dtype represents these numbers exactly, and their sums are finite.
+FACTS_NUMEL = 8
+
+
+class SendRegion(NamedTuple):
+    """A part of one full gradient and its place in the send buffer: a strided grid of equal `sizes`, in elements."""
+
+    sizes: tuple[int, ...]
+    full_start: int
+    full_strides: tuple[int, ...]
+    start: int
+    strides: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class ReduceLayout:
+    """The chunks of one gradient reduction, (world, chunk_numel), one per receiving rank, and how they travel.
+
+    A chunk has the offsets of the flat layout, followed by one grad-present flag per parameter: 1 if this rank
+    produced a gradient for it, else 0. The flags travel inside the message, so the message has the same size
+    whichever gradients a rank has, and ranks cannot disagree on it. After the reduction a parameter has a
+    gradient on some rank exactly when its flag is not 0 (a sum or an average of zeros and ones, in any
+    float dtype). After the flags, every chunk reserves room for a digest that ranks compare on arrival
+    (comm/comparison.py).
+
+    Gradients of `direct` parameters are sent from where autograd put them, each as its own message.
+    The rest of the chunks, always including the flags, is *the* message; its send buffer is (world, message_numel).
+
+    >>> from fullshard.layout import ShardLayout
+    >>> pack = FlatLayout.build([ShardLayout((4, 3), world=2), ShardLayout((3,), world=2)], align_numel=4)
+    >>> layout = ReduceLayout(pack)
+    >>> layout.grad_present_offset, layout.chunk_numel, layout.numel
+    (12, 24, 48)
+    >>> ReduceLayout(pack, direct=(0,)).message_start, ReduceLayout(pack, direct=(0,)).numel
+    (8, 32)
+    """
+
+    # The parameters whose gradients are reduced together: the trainable ones, if some are frozen.
+    pack: FlatLayout
+    # The first ones of `pack.order`. Each gathers in place, so a rank's part is one run of the full gradient.
+    direct: tuple[int, ...] = ()
+    # The elements for the facts that ranks compare; 0 where the backend sums messages: no rank sees another's facts.
+    facts_numel: int = FACTS_NUMEL
+
+    def __post_init__(self) -> None:
+        front = self.pack.order[: len(self.direct)]
+        if self.direct != front:
+            raise ValueError(
+                f"direct: expected the first indices of the order {self.pack.order}, found {self.direct}; "
+                f"build the flat layout with first=direct"
+            )
+        for index in self.direct:
+            segment = self.pack.segments[index]
+            if not segment.layout.gathers_in_place:
+                raise ValueError(
+                    f"direct: expected parameters whose shards are contiguous in memory, found {segment.name}, cut "
+                    f"along dim {segment.layout.dim} of {segment.layout.shape}; leave it in the message"
+                )
+
+    @cached_property
+    def grad_present_offset(self) -> int:
+        """First grad-present flag in a chunk; aligned, because the flat layout's total is."""
+        return self.pack.padded_local_numel
+
+    @cached_property
+    def facts_offset(self) -> int:
+        """First of the `facts_numel` elements of a chunk that ranks compare."""
+        return self.grad_present_offset + len(self.pack.segments)
+
+    @cached_property
+    def chunk_numel(self) -> int:
+        """Elements that one rank receives: its part of every gradient, flags, and the facts that ranks compare."""
+        return align_up(self.facts_offset + self.facts_numel, self.pack.align_numel)
+
+    @cached_property
+    def packed(self) -> tuple[int, ...]:
+        """The parameters whose gradients are in the message, in buffer order."""
+        return self.pack.order[len(self.direct) :]
+
+    @cached_property
+    def message_start(self) -> int:
+        """First element of a chunk that is in the message."""
+        return self.pack.segments[self.packed[0]].offset if self.packed else self.grad_present_offset
+
+    @cached_property
+    def message_numel(self) -> int:
+        """Elements of the message for one rank."""
+        return self.chunk_numel - self.message_start
+
+    @cached_property
+    def numel(self) -> int:
+        """Elements of the whole send buffer."""
+        return self.pack.world * self.message_numel
+
+    def unwritten(self, rank: int) -> tuple[tuple[int, int], ...]:
+        """The ranges [start, stop) of a chunk that neither the message nor a direct gradient of `rank` writes: padding.
+
+        >>> from fullshard.layout import ShardLayout
+        >>> pack = FlatLayout.build([ShardLayout((4, 3), world=2), ShardLayout((3,), world=2)], align_numel=4)
+        >>> ReduceLayout(pack, direct=(0,)).unwritten(0)
+        ((6, 8),)
+        """
+        found = []
+        for place, index in enumerate(self.direct):
+            segment = self.pack.segments[index]
+            start = segment.offset + segment.layout.local_numel(rank)
+            after = place + 1
+            stop = self.pack.segments[self.direct[after]].offset if after < len(self.direct) else self.message_start
+            if start < stop:
+                found.append((start, stop))
+        return tuple(found)
+
+    @cached_property
+    def padding(self) -> tuple[tuple[int, int], ...]:
+        """The ranges [start, stop) of every rank's part of the message that, for some rank, neither a gradient nor a
+        flag is written to. The facts are among them, because not every message carries any.
+
+        Below: the third row of rank 0, which rank 1 lacks; the alignment of the second parameter, and of the flags.
+
+        >>> from fullshard.layout import ShardLayout
+        >>> pack = FlatLayout.build([ShardLayout((5, 3), world=2), ShardLayout((4,), world=2)], align_numel=4)
+        >>> ReduceLayout(pack, facts_numel=0).padding
+        ((6, 12), (14, 16), (18, 20))
+        """
+        segments = [self.pack.segments[index] for index in self.packed]
+        # The last rank has the fewest elements of each.
+        fewest = [(segment.offset, segment.layout.local_numel(self.pack.world - 1)) for segment in segments]
+        written = [*fewest, (self.grad_present_offset, len(self.pack.segments))]
+        starts = [*(offset for offset, _ in written[1:]), self.chunk_numel]
+        pairs = [(offset + numel, start) for (offset, numel), start in zip(written, starts, strict=True)]
+        return tuple((a - self.message_start, b - self.message_start) for a, b in pairs if a < b)
+
+    def regions(self, index: int) -> tuple[SendRegion, ...]:
+        """The regions of the contiguous gradient of packed parameter `index`, with their places in the send buffer.
+
+        >>> from fullshard.layout import ShardLayout
+        >>> pack = FlatLayout.build([ShardLayout((8,), world=4)], align_numel=1)
+        >>> ReduceLayout(pack).regions(0)[0][:3]
+        ((4, 1, 2), 0, (2, 8, 1))
+        """
+        offset, chunk = self.pack.segments[index].offset - self.message_start, self.message_numel
+        return tuple(
+            SendRegion(
+                (piece.ranks, piece.outer, piece.block),
+                piece.full_start,
+                (piece.full_rank_stride, piece.full_outer_stride, 1),
+                piece.first_rank * chunk + offset,
+                (chunk, piece.block, 1),
+            )
+            for piece in self.pack.segments[index].layout.pieces
+        )
+
+    def segment(self, index: int, rank: int) -> int:
+        """First element, in the send buffer, of the gradient of packed parameter `index` that goes to `rank`."""
+        if index in self.direct:
+            raise ValueError(f"index: expected one of the packed parameters {self.packed}, found {index!r}")
+        return self._message(rank) + self.pack.segments[index].offset - self.message_start
+
+    def grad_present(self, index: int, rank: int) -> int:
+        """The grad-present flag of parameter `index` in the send buffer, in the message to `rank`."""
+        if not 0 <= index < len(self.pack.segments):
+            raise ValueError(f"index: expected 0 <= index < {len(self.pack.segments)}, found {index!r}")
+        return self._message(rank) + self.grad_present_offset - self.message_start + index
+
+    def _message(self, rank: int) -> int:
+        if not 0 <= rank < self.pack.world:
+            raise ValueError(f"rank: expected 0 <= rank < {self.pack.world}, found {rank!r}; give a rank of the group")
+        return rank * self.message_numel
 
 
 # ---- bytes -----------------------------------------------------------------------------------------------------------

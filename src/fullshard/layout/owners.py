@@ -17,7 +17,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from .flat import align_up
+from .shard import align_up
 
 # A rank keeps a matrix that it holds whole if its work is then at most this much above the mean.
 _AT_HOME = 1.05

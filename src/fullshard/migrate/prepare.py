@@ -27,8 +27,8 @@ from ..extras.pipeline import LossFn, Pipeline, whole_loss
 from ..keys import ConfigError
 from ..policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from ..policy.arguments import expect, expect_callable, expect_flag, expect_module, expect_optimizers
-from ..policy.policies import Chosen as CastFn
-from ..policy.policies import check_cast_inputs, check_known_names
+from ..policy.options import Chosen as CastFn
+from ..policy.options import check_cast_inputs, check_known_names
 from .activations import checkpoint_by_config
 from .axes import Axes
 from .compilation import compile_block, is_block, refuse_faults

@@ -90,7 +90,7 @@ def _kept_layout(unit: Unit, position: int) -> FlatLayout | None:
     group, block = unit.groups[position], unit.links[position].block
     if not unit.record.plan.keeps_secondary or unit.record.plan.resident or block is None:
         return None
-    return secondary_layout(group.pack, group.plan, block.group.world)
+    return secondary_layout(group.pack, group.plan.direct, block.group.world)
 
 
 def _planned(unit: Unit, position: int, name: str) -> Group:

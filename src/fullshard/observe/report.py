@@ -364,7 +364,7 @@ def _unit_report(
         keeps_storage=unit.settings.keeps_storage,
         resident=unit.record.plan.resident,
         kept_nbytes=kept_nbytes(unit),
-        kept_nbytes_live=unit.channels.secondary.live_nbytes,
+        kept_nbytes_live=0 if unit.channels.secondary is None else unit.channels.secondary.live_nbytes,
     )
 
 

@@ -263,7 +263,7 @@ class StepRows:
         """Note what the command `kind` of `unit` changed."""
         number = self._numbers[unit]
         self._level(number, "full", sum([group.memory.live_nbytes for group in unit.groups]))
-        if unit.channels.secondary.kept:
+        if unit.channels.secondary is not None:
             self._level(number, "secondary", unit.channels.secondary.live_nbytes)
         if kind in ("reduce", "accumulate", "reset"):
             self._level(number, "gradients", 0)

@@ -1,15 +1,13 @@
 """The tensors of parameters: shards, full parameters, gradients, and which of them is on the modules.
 
-`sharded` (one parameter and its owner), `gradients` (on their way), `pending` (what stands for those not reduced yet),
-`group` (parameters that travel together), `placement` (meshes and DTensor specs), `swap` (module slots, and the memory
-of full parameters), `initial` (digests of values that ranks compare), `unwritten` (memory that nobody has written yet),
+`sharded` (one parameter: its DTensor spec, owner and tensors), `gradients` (on their way), `pending` (what stands for
+those not reduced yet), `group` (parameters that travel together), `swap` (module slots, and the memory of full
+parameters), `initial` (digests of values that ranks compare), `unwritten` (memory that nobody has written yet),
 `extension` (tensors with their own all-gather), `held` (where the parts of any tensor are).
 """
 
 from .extension import ExtensionGroup as ExtensionGroup
-from .extension import check_extension as check_extension
 from .extension import extended_since as extended_since
-from .extension import has_extension as has_extension
 from .extension import set_apart as set_apart
 from .group import DtypeChanged as DtypeChanged
 from .group import ParamGroup as ParamGroup
@@ -32,20 +30,22 @@ from .initial import numbers_of as numbers_of
 from .initial import written_before as written_before
 from .pending import PendingGrad as PendingGrad
 from .pending import SteppedGrad as SteppedGrad
-from .placement import FullMesh as FullMesh
-from .placement import NormMesh as NormMesh
-from .placement import Placing as Placing
-from .placement import Spec as Spec
-from .placement import check_own_mesh as check_own_mesh
-from .placement import local_part as local_part
+from .sharded import FullMesh as FullMesh
 from .sharded import KeptGradients as KeptGradients
 from .sharded import KeptTensor as KeptTensor
+from .sharded import NormMesh as NormMesh
 from .sharded import Owner as Owner
+from .sharded import Placing as Placing
 from .sharded import ShardedParam as ShardedParam
+from .sharded import Spec as Spec
+from .sharded import check_extension as check_extension
+from .sharded import check_own_mesh as check_own_mesh
 from .sharded import claim as claim
 from .sharded import full_of as full_of
+from .sharded import has_extension as has_extension
 from .sharded import holds_bits as holds_bits
 from .sharded import local_data as local_data
+from .sharded import local_part as local_part
 from .swap import Found as Found
 from .swap import OwnedMemory as OwnedMemory
 from .swap import Slot as Slot

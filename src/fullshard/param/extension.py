@@ -35,35 +35,8 @@ from .._torch import keeping_versions, local_of, settled
 from ..layout import contiguous_stride
 from ..policy import Precision
 from .group import DtypeChanged, ParamGroup
-from .placement import Placing
-from .sharded import GATHER_METHODS, ShardedParam, claim
+from .sharded import GATHER_METHODS, Placing, ShardedParam, claim, has_extension
 from .swap import Found, OwnedMemory, Swap, TrackedMemory
-
-
-def has_extension(tensor: Tensor, name: str) -> bool:
-    """Whether `tensor`, or a DTensor's local tensor, has both methods. `AssertionError` if it has only one."""
-    inner = local_of(tensor) if isinstance(tensor, DTensor) else tensor
-    have = [method for method in GATHER_METHODS if callable(getattr(inner, method, None))]
-    if len(have) == 1:
-        raise AssertionError(
-            f"{name}: expected both of {' and '.join(GATHER_METHODS)} on {type(inner).__name__}, found only {have[0]}; "
-            f"define the other one too"
-        )
-    return bool(have)
-
-
-def check_extension(tensor: Tensor, name: str) -> None:
-    """Raise for a parameter that is not sharded yet: `AssertionError` for one method without the other, `ValueError`
-    for methods of this tensor object, which its shards will not have."""
-    own = {**tensor.__dict__, **(local_of(tensor).__dict__ if isinstance(tensor, DTensor) else {})}
-    for method in GATHER_METHODS:
-        if method in own:
-            raise ValueError(
-                f"{name}: expected {method} of the class of its tensor, found it set on this one tensor, and its "
-                f"shards are others; set both methods on {name}._local_tensor after fully_shard, before the first "
-                f"forward, or make the parameter of a subclass of torch.Tensor that has them"
-            )
-    has_extension(tensor, name)
 
 
 def extended_since(group: ParamGroup) -> list[ShardedParam]:

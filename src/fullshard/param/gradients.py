@@ -32,7 +32,6 @@ from .._torch import (
 from ..layout import ShardLayout
 from ..policy import Precision
 from .pending import PendingGrad
-from .placement import Spec
 
 
 class ParamTensors(Protocol):
@@ -40,7 +39,7 @@ class ParamTensors(Protocol):
 
     name: str
     layout: ShardLayout
-    own_spec: Spec | None
+    own_spec: Any  # a `Spec` (sharded.py, which imports this file), or None
     precision: Precision
     sharded: nn.Parameter
     full: nn.Parameter
@@ -93,7 +92,7 @@ class ParamGradients:
             gradient = self._own_part(gradient, self._param.own_spec)
         self.fresh = gradient if self.fresh is None else self.fresh + gradient
 
-    def _own_part(self, gradient: Tensor, own: Spec) -> Tensor:
+    def _own_part(self, gradient: Tensor, own: Any) -> Tensor:
         """This rank's part of a DTensor gradient, with the parameter's placements."""
         if not isinstance(gradient, DTensor):
             raise RuntimeError(
@@ -138,7 +137,7 @@ class ParamGradients:
         that read, scale or clear the local gradients of micro-batches.
 
         Autograd adds in place to what it finds there, and a backward that fails must leave `held` as it was: so nothing
-        is shown unless a hook takes it away before the next gradient arrives (`shows_held`, engine/gradients.py).
+        is shown unless a hook takes it away before the next gradient arrives (`shows_held`, engine/channels.py).
         """
         self.withdraw()
         self.held = gradient

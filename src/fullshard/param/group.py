@@ -41,8 +41,18 @@ from ..layout import (
     secondary_layout,
 )
 from ..policy import Precision
-from .placement import NormMesh, Placing, cut_shape, own_spec, sharded_spec
-from .sharded import GATHER_METHODS, ShardedParam, claim, class_of, full_of
+from .sharded import (
+    GATHER_METHODS,
+    NormMesh,
+    Placing,
+    ShardedParam,
+    claim,
+    class_of,
+    cut_shape,
+    full_of,
+    own_spec,
+    sharded_spec,
+)
 from .swap import Found, OwnedMemory, SharedMemory, Swap
 from .unwritten import poison
 
@@ -63,11 +73,6 @@ class _Shards(NamedTuple):
     storages: list[torch.UntypedStorage]
     # Local tensors that should have no gather methods.
     plain: list[Tensor]
-
-    @classmethod
-    def of(cls, params: Sequence[ShardedParam]) -> _Shards:
-        parameters, rows = [param.sharded for param in params], [param.local for param in params]
-        return cls(parameters, rows, [parameter.untyped_storage() for parameter in parameters], rows)
 
 
 class ParamGroup:
@@ -104,7 +109,8 @@ class ParamGroup:
             param.sharded.__dict__.update(source.parameter.__dict__)
             hand_over_hooks(source.parameter, param.sharded)
             param.marks = param.sharded.__dict__
-            NormMesh.note(param.sharded, param.spec.mesh, placing.unit_mesh)
+            if placing.unit_mesh is not None:
+                NormMesh.note(param.sharded, param.spec.mesh, placing.unit_mesh)
         self.swap = Swap((i, slot) for i, param in enumerate(self.params) for slot in param.slots)
         self._make_full()
 
@@ -313,7 +319,8 @@ class ParamGroup:
             )
 
     def _note_shards(self) -> None:
-        self._shards = _Shards.of(self.params)
+        parameters, rows = [param.sharded for param in self.params], [param.local for param in self.params]
+        self._shards = _Shards(parameters, rows, [parameter.untyped_storage() for parameter in parameters], rows)
 
     def rebase(self) -> None:
         """Make a new flat buffer from the tensors with which users replaced our views, and make those views of it.
@@ -333,7 +340,8 @@ class ParamGroup:
                 standing.__dict__.setdefault(mark, value)
             param.marks = standing.__dict__
             claim(standing, param.owner)
-            NormMesh.note(standing, param.spec.mesh, self.placing.unit_mesh)
+            if self.placing.unit_mesh is not None:
+                NormMesh.note(standing, param.spec.mesh, self.placing.unit_mesh)
             current.append(local_of(standing))
         dtypes = {local.dtype for local in current}
         devices = {local.device for local in current}
@@ -501,7 +509,7 @@ class SecondaryGroup:
     def __init__(self, group: ParamGroup, mesh: DeviceMesh) -> None:
         rank = mesh.get_local_rank(1)
         self._group = group
-        self.pack = pack = secondary_layout(group.pack, group.plan, mesh.size(1))
+        self.pack = pack = secondary_layout(group.pack, group.plan.direct, mesh.size(1))
         full = group.memory
         # Views need memory that exists.
         in_use = full.live_nbytes > 0

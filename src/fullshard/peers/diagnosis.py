@@ -21,13 +21,11 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
-from .failures import Fault, shown_ranks
-from .process import Host
 from .scope import Scope
-from .store import ranks_of
-from .wait import PATIENCE_SECONDS, AnyWatch, Wait, pace
+from .store import Host, ranks_of
+from .wait import PATIENCE_SECONDS, AnyWatch, Fault, Wait, pace, shown_ranks
 
 # ---- what records show -----------------------------------------------------------------------------------------------
 
@@ -362,18 +360,10 @@ _CLAIM_EACH = 4
 _CLAIMING = 250
 
 
-class _Deciding(AnyWatch, Protocol):
-    """`AnyWatch` with the attributes that its leader needs."""
-
-    scopes: dict[tuple[tuple[int, ...], str], Scope]
-
-    def end_waits(self, now: float) -> None: ...
-
-
 class Leader:
     """Reads the records of scopes that this rank leads, and claims leadership. Held by its `Watch`."""
 
-    def __init__(self, watch: _Deciding) -> None:
+    def __init__(self, watch: AnyWatch) -> None:
         self._watch = watch
         self._records, self._host = watch.records, watch.host
         self._reader = Reader(watch.host)
@@ -478,7 +468,7 @@ class Leader:
             # Ranks that still wait there have not read it, or another message overwrote it.
             still = {rank for rank in waiting if records[rank].waits_in(scope.name, scope.epoch)}
             if again := still & self._still.get(scope.name, set()):
-                self._watch.mail.tell(again, scope.telling(told[-1]))
+                self._watch.tell(again, scope.telling(told[-1]))
             self._still[scope.name] = still
         over = {(one.name, one.epoch) for one in list(self._watch.scopes.values()) if one.causes()}
         stuck = self._reader.stuck(records, over)
@@ -504,7 +494,7 @@ class Leader:
             if rank not in seen and self._host.condition(process)[0] == "unknown":
                 asked.setdefault(witness, []).append(Fault(rank, "look", process))
         for witness, looks in asked.items():
-            self._watch.mail.ask(witness, looks)
+            self._watch.ask(witness, looks)
         return seen
 
     def _found(self, scope: Scope, record: Record, text: str, records: Mapping[int, Record], gone: bool) -> Fault:
@@ -529,13 +519,14 @@ class Leader:
             if scope is not None and scope.epoch == epoch:
                 self._deliver(scope, fault, now)
             else:
-                self._watch.mail.tell(ranks, [fault])
+                self._watch.tell(ranks, [fault])
 
     def _explained(self, found: Mapping[int, Record]) -> str | None:
         """The question's own explanation of why some ranks ask it while others wait elsewhere."""
         for _, record in sorted(found.items()):
             wait = record.said["wait"]
-            for scope in list(self._watch.scopes.values()):
+            scopes: list[Scope] = list(self._watch.scopes.values())
+            for scope in scopes:
                 explain = scope.explained_by.get(wait["name"]) if wait["kind"] == "ask" else None
                 if explain is None or scope.name != wait["scope"]:
                     continue
@@ -555,5 +546,5 @@ class Leader:
         if known not in self._told:
             self._told.add(known)
             scope.note_fault(fault, now)
-            self._watch.mail.tell(scope.ranks, scope.telling(fault))
+            self._watch.tell(scope.ranks, scope.telling(fault))
             self._watch.end_waits(now)

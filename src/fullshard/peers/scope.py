@@ -21,26 +21,28 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, Protocol
 
-from .failures import (
+from .store import ranks_of, runs
+from .wait import (
     LOST,
     PERHAPS,
     TEXT_CHARACTERS,
+    AnyWatch,
     Failures,
     Fault,
     Loss,
     PeerFailed,
     RanksDisagree,
+    Wait,
     lost_in,
     settled,
     shown_ranks,
     variants,
+    wait_until,
 )
-from .store import ranks_of, runs
-from .wait import AnyWatch, Wait, wait_until
 
 # ---- question --------------------------------------------------------------------------------------------------------
 # Comparisons of texts that are long when sent in full.
@@ -179,12 +181,8 @@ class Scope:
         with `or_distinct`, if no two ranks' are equal. Raises `RanksDisagree` on all ranks if some are at another
         `what`.
         """
-        try:
-            with self._store_answers(what):
-                answers = self._agree(what, value, in_full=in_full, or_distinct=or_distinct)
-        except BaseException as error:
-            self.interrupted(error, what)
-            raise
+        with self.reporting(what), self._store_answers(what):
+            answers = self._agree(what, value, in_full=in_full, or_distinct=or_distinct)
         if answers is None:
             return None
         if len({asked for asked, _ in answers.values()}) > 1:
@@ -318,7 +316,7 @@ class Scope:
         with suppress(RuntimeError, OSError):
             self.watch.post()
             if self.watch.records.store.add(f"{self.base}/told", 1) <= _TELLERS:
-                self.watch.mail.tell(self.ranks, self.telling(fault))
+                self.watch.tell(self.ranks, self.telling(fault))
 
     def own_fault(self, kind: str, text: str) -> Fault:
         """A fault of this rank, with how far it has come."""
@@ -335,13 +333,19 @@ class Scope:
             block=self.failures.block,
         )
 
-    def interrupted(self, error: BaseException, where: str) -> None:
-        """An exception left a wait of this scope: the epoch is over. Reports it, unless another rank failed first."""
-        failures = self.failures
-        failures.must_meet = failures.has_raised = failures.is_torn = True
-        if not self.causes():
-            with self.within(self.told or where):
-                self.publish("raised", f"{type(error).__name__}: {error}")
+    @contextmanager
+    def reporting(self, where: str) -> Iterator[None]:
+        """An exception that leaves the block left a wait of this scope, and ends the epoch. Reports it to the other
+        ranks, unless one of them failed first. `where`: for errors, if no activity of this rank is known."""
+        try:
+            yield
+        except BaseException as error:
+            failures = self.failures
+            failures.must_meet = failures.has_raised = failures.is_torn = True
+            if not self.causes():
+                with self.within(self.told or where):
+                    self.publish("raised", f"{type(error).__name__}: {error}")
+            raise
 
     def causes(self) -> list[Fault]:
         """The faults of other ranks in this epoch, in order."""
@@ -424,17 +428,13 @@ class Scope:
     def together(self, what: str) -> Iterator[None]:
         """All ranks do `what` inside, outside of a step, by several messages. If one raises, all raise, and they meet
         before the next message."""
-        with self.within(what):
-            try:
-                self.resume()
-                yield
-            except BaseException as error:
-                self.interrupted(error, what)
-                raise
+        with self.within(what), self.reporting(what):
+            self.resume()
+            yield
 
     @contextmanager
-    def within(self, what: str) -> Iterator[None]:
-        """This rank does `what` inside, for error texts."""
+    def within(self, what: str | Callable[[], str]) -> Iterator[None]:
+        """This rank does `what` inside, for error texts; a function that returns it is called if there is one."""
         doing, self.doing = self.doing, what
         try:
             yield
@@ -505,16 +505,16 @@ def _name(ranks: tuple[int, ...], apart: str) -> str:
 # ---- losses on a device ----------------------------------------------------------------------------------------------
 
 
+@dataclass(eq=False)
 class Losses:
-    """The losses of the ranks of `scope` on devices. Thread-safe."""
+    """The losses of the ranks of a scope on devices. Thread-safe."""
 
-    def __init__(self, scope: Scope) -> None:
-        self._scope = scope
-        # The loss that is not restored yet; the last epoch whose loss was restored; and when this rank learned of the
-        # last loss, by `time.monotonic`.
-        self.current: Loss | None = None
-        self.restored = -1
-        self.learned_at = 0.0
+    _scope: Scope
+    # The loss that is not restored yet; the last epoch whose loss was restored; and when this rank learned of the last
+    # loss, by `time.monotonic`.
+    current: Loss | None = None
+    restored: int = -1
+    learned_at: float = 0.0
 
     def note_under_way(self, spoiled: str = "") -> None:
         """This epoch is over, and messages under way on a device will not complete: what came after them is lost.

@@ -1,4 +1,4 @@
-"""The ranks' records in the store of their process group (`Records`). Each record is a mailbox too (`Mail`).
+"""What a rank shows to the others: its record in the store of their process group, and its process on its machine.
 
 A rank rewrites its record repeatedly, in exchange for the one that it wrote last (`compare_set`). So one request is a
 sign of life, reports the rank's activity, and fetches mail from other ranks:
@@ -13,16 +13,23 @@ in the sender's own record as well, where the leader (diagnosis.py) finds it.
 
 from __future__ import annotations
 
+import gc
 import json
+import os
+import socket
+import sys
 import threading
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Protocol
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cache
+from itertools import takewhile
+from pathlib import Path
+from types import FrameType
+from typing import Protocol
 
-from .failures import Fault
+# ---- records ---------------------------------------------------------------------------------------------------------
 
 _MAIL = '{"mail":'
-# How many earlier faults are sent again with a new one.
-_LATELY = 8
 
 
 class Store(Protocol):
@@ -99,10 +106,11 @@ class Records:
     def of(self, ranks: Sequence[int]) -> dict[int, str]:
         """The records of `ranks`, all of which have joined. One request."""
         keys = [self.key(rank) for rank in ranks]
-        if not self._beside.has_extended_api():
-            return {rank: _text(self._beside.get(key)) for rank, key in zip(ranks, keys, strict=True)}
-        found = self._beside.multi_get(keys) if keys else []
-        return {rank: _text(value) for rank, value in zip(ranks, found, strict=True)}
+        if self._beside.has_extended_api():
+            found = self._beside.multi_get(keys) if keys else []
+        else:
+            found = [self._beside.get(key) for key in keys]
+        return dict(zip(ranks, map(_text, found), strict=True))
 
     def claim(self, key: str, before: str = "") -> str:
         """Claim `key` if `before` holds it; return the holder."""
@@ -112,10 +120,8 @@ class Records:
         """Let others claim it."""
         self._beside.set(key, "")
 
-    # ---- lists ---------------------------------------------------------------------------------------------
-
     def append(self, key: str, text: str) -> None:
-        """Add `text` to what is at `key`."""
+        """Add `text` to the list of texts at `key`."""
         if self.store.has_extended_api():
             self.store.append(key, text)
         else:  # a file
@@ -130,65 +136,12 @@ class Records:
         return "".join(_text(store.get(part)) for part in parts if store.check([part]))
 
 
-class Receiver(Protocol):
-    """A scope, which receives its faults."""
-
-    name: str
-    epoch: int
-
-    def note_fault(self, fault: Fault, now: float) -> None: ...
-
-
-class Mail:
-    """The faults that this rank and the others tell each other. `scopes`: those that this rank has made."""
-
-    def __init__(self, records: Records, scopes: Mapping[Any, Receiver]) -> None:
-        self._records, self._scopes = records, scopes
-        # The last faults reported, of any scope: each message repeats them, because it overwrites earlier ones.
-        self._lately: list[Fault] = []
-        # Faults of scopes that this rank has not made yet.
-        self._early: list[tuple[Fault, float]] = []
-
-    def tell(self, ranks: Iterable[int], faults: Sequence[Fault]) -> None:
-        """Leave `faults` for `ranks`, with earlier ones, because this overwrites mail that may be unread."""
-        epochs = {scope.name: scope.epoch for scope in list(self._scopes.values())}
-        lately = [one for one in self._lately if one not in faults and one.epoch >= epochs.get(one.scope, 0)]
-        self._lately = said = [*lately, *faults][-_LATELY:]
-        ends = {int(rank) for one in said for rank in one.meets}
-        self._records.tell(
-            ranks, [one.dumps() for one in said], {rank: [one.dumps(rank) for one in said] for rank in ends}
-        )
-
-    def ask(self, rank: int, looks: Sequence[Fault]) -> None:
-        """Ask `rank` to look at processes of its machine, which are of no interest later."""
-        self._records.tell([rank], [one.dumps() for one in (*self._lately, *looks)])
-
-    def receive(self, fault: Fault, now: float) -> None:
-        """A fault came: its scope learns of it, at once or as soon as it is made."""
-        known = [scope for scope in list(self._scopes.values()) if scope.name == fault.scope]
-        for scope in known:
-            scope.note_fault(fault, now)
-        if not known:
-            self._early = [*self._early[-_LATELY:], (fault, now)]
-
-    def catch_up(self, scope: Receiver) -> None:
-        """`scope` was made: it learns of the faults that came before."""
-        for fault, since in self._early:
-            if fault.scope == scope.name:
-                scope.note_fault(fault, since)
-
-
 def _mail(texts: Sequence[str]) -> str:
     return f"{_MAIL}{json.dumps(list(texts))}}}"
 
 
 def _text(found: bytes | str) -> str:
     return found if isinstance(found, str) else found.decode()
-
-
-def dumps(record: Mapping[str, Any]) -> str:
-    """A record as its text, on one line."""
-    return json.dumps(record, separators=(",", ":"))
 
 
 def runs(ranks: Sequence[int]) -> list[list[int]]:
@@ -214,3 +167,141 @@ def runs(ranks: Sequence[int]) -> list[list[int]]:
 def ranks_of(found: Iterable[Sequence[int]]) -> list[int]:
     """The reverse of `runs`."""
     return [first + step * i for first, count, step in found for i in range(count)]
+
+
+# ---- processes -------------------------------------------------------------------------------------------------------
+# The state of a process as seen from outside (gone, stopped, running), and the user code that a thread is in.
+
+_PROC = Path("/proc")
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+# Wrappers of decorators, which the user did not call by name.
+_WRAPPERS = ("wrapper", "_no_grad_wrapper", "decorate_context", "inner", "_fn", "apply", "__call__")
+# Fields of /proc/PID/stat after the name: state, processor time in user mode and in the kernel, start time.
+_STATE, _USER, _SYSTEM, _BEGAN = 0, 11, 12, 19
+
+
+@cache
+def machine() -> str:
+    """The machine and its PID namespace; "" if unknown."""
+    try:
+        boot = (_PROC / "sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot}/{os.readlink(_PROC / 'self/ns/pid')}"
+    except OSError:
+        return ""
+
+
+def node() -> str:
+    """The node: the same in all of its containers, different after a reboot."""
+    return machine().partition("/")[0] or socket.gethostname()
+
+
+def _fields(process: int) -> list[str]:
+    try:
+        # Split after the name, which may contain anything.
+        return (_PROC / str(process) / "stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return []
+
+
+def frames() -> dict[int, FrameType]:
+    """Returns the frame that each thread of this process runs, by its number.
+
+    In Python before 3.11.9 `sys._current_frames` holds a lock that threads take, with the interpreter lock, when they
+    begin and end. A garbage collection in it may hand over the interpreter lock: then no thread continues
+    (https://github.com/python/cpython/issues/106883). So none may begin there.
+    """
+    if sys.version_info >= (3, 11, 9):
+        return sys._current_frames()
+    with _one_call:
+        collects = gc.isenabled()
+        gc.disable()
+        try:
+            return sys._current_frames()
+        finally:
+            if collects:
+                gc.enable()
+
+
+_one_call = threading.Lock()
+
+
+def _after_fork() -> None:
+    """Replaces the lock, which another thread of the parent may have held."""
+    global _one_call
+    _one_call = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
+def _stack(thread: int) -> Iterator[FrameType]:
+    """The frames that `thread` of this process is in, the innermost first."""
+    frame = frames().get(thread)
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+class Wakeup(Protocol):
+    """The used part of `threading.Event`."""
+
+    def set(self) -> None: ...
+    def wait(self, timeout: float) -> bool: ...
+
+
+class Host:
+    """The clock and the view of processes of one `Watch`. Benchmarks and tests replace it."""
+
+    def now(self) -> float:
+        """Seconds of a monotonic clock."""
+        return time.monotonic()
+
+    def sleep(self, seconds: float) -> None:
+        """Let other threads continue."""
+        time.sleep(seconds)
+
+    def event(self) -> Wakeup:
+        """A new event for waits between threads."""
+        return threading.Event()
+
+    def identity(self) -> str:
+        """This process, for `condition` on another rank: machine, PID and start time."""
+        fields = _fields(os.getpid())
+        return f"{machine()} {os.getpid()} {fields[_BEGAN]}" if machine() and fields else ""
+
+    def condition(self, process: str) -> tuple[str, int]:
+        """The state of the process with that `identity`, and the processor time that it has used (ticks):
+
+        gone       it was on this machine, and has ended
+        stopped    by a signal or a debugger
+        exists     it runs, sleeps or waits for a disk
+        unknown    on another machine
+        """
+        where, _, rest = process.partition(" ")
+        if not process or where != machine():
+            return "unknown", 0
+        number, _, began = rest.partition(" ")
+        fields = _fields(int(number))
+        if not fields or fields[_BEGAN] != began or fields[_STATE] in "ZX":
+            return "gone", 0
+        used = int(fields[_USER]) + int(fields[_SYSTEM])
+        return ("stopped" if fields[_STATE] in "Tt" else "exists"), used
+
+    def place(self, thread: int, torch: str) -> str:
+        """The innermost user code that `thread` of this process is in: "train.py:31 in step"; "" if none. `torch`:
+        torch's package folder, which like fullshard's is not user code."""
+        for frame in _stack(thread):
+            if not frame.f_code.co_filename.startswith((torch, _PACKAGE, "<")):
+                return f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
+        return ""
+
+    def called(self, thread: int, torch: str) -> str:
+        """The function of torch or fullshard that the user's line called; "" if unknown."""
+        ours = takewhile(lambda at: at.f_code.co_filename.startswith((torch, _PACKAGE, "<")), _stack(thread))
+        names = [frame.f_code.co_name for frame in ours]
+        return next((name for name in reversed(names) if name not in _WRAPPERS), "")
+
+    def is_within(self, thread: int, folder: str, torch: str) -> bool:
+        """Whether `thread` runs code called from below `folder`, a part of `torch`, and no other code between."""
+        ours = takewhile(lambda at: at.f_code.co_filename.startswith(torch), _stack(thread))
+        return any(frame.f_code.co_filename.startswith(folder) for frame in ours)

@@ -22,7 +22,7 @@ import os
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -32,11 +32,19 @@ import torch.distributed as dist
 
 from .._torch import StoreConnection, active_collectives, issued_by_group, known_groups, timeout_of
 from .diagnosis import Leader
-from .failures import Fault
-from .process import Host
 from .scope import Scope
-from .store import Mail, Records, Store, dumps
-from .wait import PATIENCE_SECONDS, STORE_WAIT_POSTS, AnyWatch, Settings, Wait, Waits, described, pace
+from .store import Host, Records, Store
+from .wait import (
+    PATIENCE_SECONDS,
+    STORE_WAIT_POSTS,
+    AnyWatch,
+    Fault,
+    Settings,
+    Wait,
+    Waits,
+    described,
+    pace,
+)
 
 _log = logging.getLogger("fullshard")
 _TORCH = os.path.dirname(torch.__file__) + os.sep
@@ -50,49 +58,8 @@ _STORE_FAILURES = 4
 # How long the process that serves the store waits at its end until others have read why it ends.
 _LAST_SECONDS = 6.0
 
-# ---- torch collectives -----------------------------------------------------------------------------------------------
-
-
-class TorchCall:
-    """The torch collective of the user's that the model's thread has been in for a while. It cannot be ended."""
-
-    def __init__(self, host: Host, waiting: Waits) -> None:
-        self._host, self._waiting = host, waiting
-        self._wait: Wait | None = None
-        self._looked = 0.0
-        self._is_logged = False
-
-    def look(self, now: float) -> Wait | None:
-        """Returns the call as a wait, or None."""
-        thread = self._waiting.model_thread
-        if thread in self._waiting.current() or not self._host.is_within(thread, _DISTRIBUTED, _TORCH):
-            self._wait = None
-            return None
-        if now - self._looked < PATIENCE_SECONDS:
-            return self._wait if self._wait is not None and now - self._wait.since > PATIENCE_SECONDS else None
-        self._looked = now
-        groups = known_groups()
-        active = [one for one in active_collectives() if one.thread == thread and one.group in groups]
-        if len({one.group for one in active}) != 1:
-            self._wait = None
-            return None
-        first, before = active[0], self._wait
-        if before is None or (before.name, before.number) != (first.group, first.number):
-            ranks = dist.get_process_group_ranks(groups[first.group])
-            if len(ranks) > 2 and not first.needs_all:
-                return None  # the needed ranks are not recorded
-            self._is_logged = False
-            call = self._host.called(thread, _TORCH) or first.call
-            self._wait = Wait("torch", None, call, name=first.group, number=first.number, ranks=ranks, since=now)
-            return None
-        return before
-
-    def log(self, fault: Fault, rank: int) -> None:
-        """Log, once, that it will never end, if that is what `fault` says."""
-        if self._wait is not None and fault.kind == "disagree" and not self._is_logged:
-            self._is_logged = True
-            _log.error("rank %d waits in %s for ever: %s", rank, self._wait.doing, fault.text)
-
+# How many earlier faults are sent again with a new one.
+_LATELY = 8
 
 # ---- this rank's record ----------------------------------------------------------------------------------------------
 
@@ -112,6 +79,10 @@ class OwnRecord:
         self._looks_at: dict[int, tuple[str, float]] = {}
         # The reason why the process ends.
         self.ended: str | None = None
+        # The torch collective of the user's that the model's thread is in, when that was looked at, and whether it was
+        # logged that it never ends.
+        self._call: Wait | None = None
+        self._looked, self._is_logged = 0.0, False
 
     def contents(self, wait: Wait | None) -> dict[str, Any]:
         """The record of a rank that is in `wait`."""
@@ -149,15 +120,47 @@ class OwnRecord:
 
     def post(self, wait: Wait | None, now: float) -> list[str]:
         """Write it; return the mail that it replaces."""
-        text = dumps(self.contents(wait))
+        record = json.dumps(self.contents(wait), separators=(",", ":"))
         self.posted, self.wait = now, wait
-        return self._watch.records.post(text)
+        return self._watch.records.post(record)
 
     def look_at(self, rank: int, process: str, now: float) -> None:
         """A rank of another machine asks about the process of `rank`, which is on this one."""
         if rank not in self._looks_at:
             self.posted = 0.0  # post the observation at once
         self._looks_at[rank] = process, now
+
+    def torch_call(self, now: float) -> Wait | None:
+        """The torch collective of the user's that the model's thread has been in for a while, as a wait. It cannot be
+        ended."""
+        thread, before = self._watch.waiting.model_thread, self._call
+        if thread in self._watch.waiting.current() or not self._host.is_within(thread, _DISTRIBUTED, _TORCH):
+            self._call = None
+            return None
+        if now - self._looked < PATIENCE_SECONDS:
+            return before if before is not None and now - before.since > PATIENCE_SECONDS else None
+        self._looked = now
+        groups = known_groups()
+        active = [one for one in active_collectives() if one.thread == thread and one.group in groups]
+        if len({one.group for one in active}) != 1:
+            self._call = None
+            return None
+        first = active[0]
+        if before is None or (before.name, before.number) != (first.group, first.number):
+            ranks = dist.get_process_group_ranks(groups[first.group])
+            if len(ranks) > 2 and not first.needs_all:
+                return None  # the needed ranks are not recorded
+            self._is_logged = False
+            call = self._host.called(thread, _TORCH) or first.call
+            self._call = Wait("torch", None, call, name=first.group, number=first.number, ranks=ranks, since=now)
+            return None
+        return before
+
+    def log(self, fault: Fault) -> None:
+        """Log, once, that the torch collective will never end, if that is what `fault` says."""
+        if self._call is not None and fault.kind == "disagree" and not self._is_logged:
+            self._is_logged = True
+            _log.error("rank %d waits in %s for ever: %s", self._watch.rank, self._call.doing, fault.text)
 
 
 # ---- watch -----------------------------------------------------------------------------------------------------------
@@ -172,15 +175,19 @@ class Watch:
         self.records = Records(store, beside, rank)
         self.scopes: dict[tuple[tuple[int, ...], str], Scope] = {}
         self.waiting = Waits()
-        self.mail = Mail(self.records, self.scopes)
         self.own = OwnRecord(self)
-        self.leader = Leader(self)
-        self._torch = TorchCall(self.host, self.waiting)
+        # What reads the records of others, once a wait lasts.
+        self.leader: Leader | None = None
+        # The last faults told, of any scope: each message repeats them, because it overwrites earlier ones. And those
+        # of scopes that this rank has not made yet, with the times at which they came.
+        self._lately: list[Fault] = []
+        self._early: list[tuple[Fault, float]] = []
         # Whether its process group is still the current one.
         self.is_current: Callable[[], bool] = lambda: True
         # Whether a watch thread calls `look`. Otherwise the waiting loops do.
         self.is_watched = False
-        self._thread: _Thread | None = None
+        self._thread: threading.Thread | None = None
+        self._ends = threading.Event()
         # A lock that is held during a look; and the time of the last one.
         self._looking = threading.Lock()
         self._looked = 0.0
@@ -202,7 +209,9 @@ class Watch:
                 self.post()
                 self._join()
             self.scopes[key] = made = Scope(self, *key)
-            self.mail.catch_up(made)
+            for fault, since in self._early:
+                if fault.scope == made.name:
+                    made.note_fault(fault, since)
         return self.scopes[key]
 
     def _join(self) -> None:
@@ -212,14 +221,14 @@ class Watch:
         """Start the watch thread. The caller's thread counts as the one that runs the model."""
         self.waiting.model_thread = threading.get_ident()
         if self._thread is None:
-            self._thread = _Thread(self)
+            arguments = weakref.ref(self), self._ends
+            self._thread = threading.Thread(target=_watched, args=arguments, name="fullshard watch", daemon=True)
             self.is_watched = True
             self._thread.start()
 
     def stop(self) -> None:
         """Stop the thread."""
-        if self._thread is not None:
-            self._thread.ends.set()
+        self._ends.set()
 
     def close(self) -> None:
         """Close the connections of all scopes, which are no longer used. Their threads may otherwise spin forever after
@@ -255,7 +264,7 @@ class Watch:
             self._look(self.host.now())
 
     def _look(self, now: float) -> None:
-        if self._looked and now - self._looked > _LATE_SECONDS:
+        if self.leader is not None and now - self._looked > _LATE_SECONDS:
             self.leader.forget()
         self._looked = now
         self.end_waits(now)
@@ -264,15 +273,18 @@ class Watch:
             self._end_by_what_is_known(wait, now)
         if wait is not None and now - wait.since < self._patience(wait):
             wait = None
-        told = wait or self._torch.look(now)
+        told = wait or self.own.torch_call(now)
+        if wait is not None and self.leader is None:
+            self.leader = Leader(self)
         pause = self.settings.beat_seconds if told is None and self.own.wait is None else self._pace(wait)
         if now >= self.own.posted + pause:
-            if wait is not None and self.leader.claims(wait, is_told=wait is self.own.wait):
+            if wait and self.leader and self.leader.claims(wait, is_told=wait is self.own.wait):
                 self.leader.claim(wait, now)
                 self.own.posted = now
             else:
                 self._post(told, now)
-        self.leader.read(wait, now)
+        if self.leader is not None:
+            self.leader.read(wait, now)
 
     def _pace(self, wait: Wait | None) -> float:
         """Seconds between two requests for the record, in `wait` or after it."""
@@ -319,9 +331,26 @@ class Watch:
         if fault.kind == "look":
             self.own.look_at(fault.rank, fault.text, now)
             return
-        self.mail.receive(fault, now)
-        self._torch.log(fault, self.rank)
+        known = [scope for scope in list(self.scopes.values()) if scope.name == fault.scope]
+        for scope in known:
+            scope.note_fault(fault, now)
+        if not known:
+            self._early = [*self._early[-_LATELY:], (fault, now)]
+        self.own.log(fault)
         self.end_waits(now)
+
+    def tell(self, ranks: Iterable[int], faults: Sequence[Fault]) -> None:
+        """Leave `faults` for `ranks`, with earlier ones, because this overwrites mail that may be unread."""
+        epochs = {scope.name: scope.epoch for scope in list(self.scopes.values())}
+        lately = [one for one in self._lately if one not in faults and one.epoch >= epochs.get(one.scope, 0)]
+        self._lately = said = [*lately, *faults][-_LATELY:]
+        ends = {int(rank) for one in said for rank in one.meets}
+        own = {rank: [one.dumps(rank) for one in said] for rank in ends}
+        self.records.tell(ranks, [one.dumps() for one in said], own)
+
+    def ask(self, rank: int, looks: Sequence[Fault]) -> None:
+        """Ask `rank` to look at processes of its machine, which are of no interest later."""
+        self.records.tell([rank], [one.dumps() for one in (*self._lately, *looks)])
 
     # ---- the end -------------------------------------------------------------------------------------------
 
@@ -336,7 +365,7 @@ class Watch:
             if self.records.store.add(f"{self.records.prefix}/ended", 1) <= 3:
                 scopes = list(self.scopes.values())
                 faults = [fault for scope in scopes for fault in scope.telling(scope.own_fault("ended", text))]
-                self.mail.tell({rank for scope in scopes for rank in scope.ranks}, faults)
+                self.tell({rank for scope in scopes for rank in scope.ranks}, faults)
 
     def wait_for_readers(self, seconds: float) -> None:
         """Wait until all others have ended or read why this process ends, because it serves the store."""
@@ -371,32 +400,27 @@ def _under_way(scope: Scope) -> list[Any]:
     return [one for one in (find() for find in found if find is not None) if one is not None]
 
 
-class _Thread(threading.Thread):
-    def __init__(self, watch: Watch) -> None:
-        super().__init__(name="fullshard watch", daemon=True)
-        self._watch = weakref.ref(watch)
-        self.ends = threading.Event()
-
-    def run(self) -> None:
-        failures = 0
-        while not self.ends.wait(_TICK_SECONDS):
-            watch = self._watch()
-            if watch is None:
-                return
-            if not (watch.waiting.beside or watch.is_current()):
-                # The process group was destroyed, and no background save is running.
-                watch.close()
-                return
-            try:
-                watch.look()
-                failures = 0
-            except Exception as error:
-                failures += 1
-                if failures == 1:
-                    _log.debug("rank %d: a look into the store failed: %s", watch.rank, error)
-                if failures == _STORE_FAILURES:
-                    watch.without_store()
-            del watch
+def _watched(reference: weakref.ref[Watch], ends: threading.Event) -> None:
+    """The watch's thread. Ends with the watch, and when its process group was destroyed."""
+    failures = 0
+    while not ends.wait(_TICK_SECONDS):
+        watch = reference()
+        if watch is None:
+            return
+        if not (watch.waiting.beside or watch.is_current()):
+            # No background save is running.
+            watch.close()
+            return
+        try:
+            watch.look()
+            failures = 0
+        except Exception as error:
+            failures += 1
+            if failures == 1:
+                _log.debug("rank %d: a look into the store failed: %s", watch.rank, error)
+            if failures == _STORE_FAILURES:
+                watch.without_store()
+        del watch
 
 
 # ---- the current process group ---------------------------------------------------------------------------------------

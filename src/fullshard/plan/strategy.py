@@ -490,7 +490,7 @@ def _layouts(
         exchanges=exchanges,
         replicas=strategy.replicas,
         sum_itemsize=summed if sums_here else reduce,
-        kept=secondary_layout(pack, plan, part) if part else None,
+        kept=secondary_layout(pack, plan.direct, part) if part else None,
         held_itemsize=held,
         offloaded=strategy.offload,
         in_levels=in_levels and world > 1,

@@ -29,6 +29,7 @@ The records are mutable and slotted: a rule costs under a microsecond (ADR 0001)
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import NamedTuple
 
@@ -63,94 +64,76 @@ class Use(NamedTuple):
 NOWHERE = 1 << 62
 
 
+@dataclass(slots=True, eq=False)
 class UnitPlan:
     """The facts that the rules read about a unit and never write: the user's settings, and facts about its
     parameters."""
 
-    __slots__ = (
-        "backward_prefetch",
-        "forward_prefetch",
-        "frees_late",
-        "gather_nbytes",
-        "gathers_in_backward",
-        "keeps_in_evaluation",
-        "keeps_secondary",
-        "reshard_after_backward",
-        "reshard_after_forward",
-        "resident",
-        "sync",
-        "trainable",
-    )
-
-    def __init__(self, *, reshard_after_forward: bool) -> None:
-        self.reshard_after_forward = reshard_after_forward
-        # Integer reshard_after_forward: keep a part after forward, to gather from fewer ranks in backward.
-        self.keeps_secondary = False
-        # Stays full between forward and backward within the memory budget; if frozen, also between steps.
-        self.resident = False
-        # Bytes of a gather, including messages; the same on every rank.
-        self.gather_nbytes = 0
-        self.reshard_after_backward = True
-        # Whether a unit that is not freed after forward stays full also when no backward can follow.
-        self.keeps_in_evaluation = True
-        # Whether gradients are reduced at the end of this backward or kept until one that does.
-        self.sync = True
-        # Whether backward reads the unit's weights; False is the user's promise.
-        self.gathers_in_backward = True
-        # Some parameter gets gradients.
-        self.trainable = True
-        # Some parameters get no gradient, so "all gradients are ready" does not say that all weights were used.
-        self.frees_late = False
-        # The user's prefetch lists for forward and backward, instead of the recorded order.
-        self.forward_prefetch: tuple[UnitRecord, ...] = ()
-        self.backward_prefetch: tuple[UnitRecord, ...] = ()
+    reshard_after_forward: bool
+    # Integer reshard_after_forward: keep a part after forward, to gather from fewer ranks in backward.
+    keeps_secondary: bool = False
+    # Stays full between forward and backward within the memory budget; if frozen, also between steps.
+    resident: bool = False
+    # Bytes of a gather, including messages; the same on every rank.
+    gather_nbytes: int = 0
+    reshard_after_backward: bool = True
+    # Whether a unit that is not freed after forward stays full also when no backward can follow.
+    keeps_in_evaluation: bool = True
+    # Whether gradients are reduced at the end of this backward or kept until one that does.
+    sync: bool = True
+    # Whether backward reads the unit's weights; False is the user's promise.
+    gathers_in_backward: bool = True
+    # Some parameter gets gradients.
+    trainable: bool = True
+    # Some parameters get no gradient, so "all gradients are ready" does not say that all weights were used.
+    frees_late: bool = False
+    # The user's prefetch lists for forward and backward, instead of the recorded order.
+    forward_prefetch: tuple[UnitRecord, ...] = ()
+    backward_prefetch: tuple[UnitRecord, ...] = ()
 
 
+@dataclass(slots=True, eq=False)
 class Pins:
     """Why the full parameters of a unit must stay in memory (section "pins" below)."""
 
-    __slots__ = ("brought", "count", "running", "used")
+    # Expected backwards without reports.
+    count: int = 0
+    # A forward is running; one ran since the last pin; gradients came in the running backward.
+    running: bool = False
+    used: bool = False
+    brought: bool = False
 
-    def __init__(self) -> None:
-        # Expected backwards without reports.
-        self.count = 0
-        # A forward is running; one ran since the last pin; gradients came in the running backward.
-        self.running = self.used = self.brought = False
 
-
+@dataclass(slots=True, eq=False)
 class Sending:
     """When the unit's gradients are sent (order.py)."""
 
-    __slots__ = ("begins", "first", "open", "settled", "visited")
-
-    def __init__(self) -> None:
-        # The clock at the begin of running forwards, and forwards whose backward may come, oldest first.
-        self.begins: list[int] = []
-        self.open: list[Use] = []
-        # The oldest use that this backward may visit, and the last one it visited.
-        self.first = self.visited = Use(0, 0)
-        # All gradients of the unit on this rank arrived.
-        self.settled = False
+    # The clock at the begin of running forwards, and forwards whose backward may come, oldest first.
+    begins: list[int] = field(default_factory=list)
+    open: list[Use] = field(default_factory=list)
+    # The oldest use that this backward may visit, and the last one it visited.
+    first: Use = Use(0, 0)
+    visited: Use = Use(0, 0)
+    # All gradients of the unit on this rank arrived.
+    settled: bool = False
 
 
+@dataclass(slots=True, eq=False)
 class Joining:
     """Says whose messages a rank joins that leaves optional units out (optional.py)."""
 
-    __slots__ = ("again", "before", "is_optional", "is_stale", "last", "ran")
-
-    def __init__(self, *, is_optional: bool, last: int) -> None:
-        # Whether the unit, or one around it, is optional.
-        self.is_optional = is_optional
-        # The last index below the unit's module.
-        self.last = last
-        # Whether it was unsharded, and its shards were written since, when the outermost forward began.
-        self.is_stale = False
-        # Optional units that come before this one in the model, beside it or beside one around it.
-        self.before: tuple[UnitRecord, ...] = ()
-        # Whether it had its use in this forward of the unit around it.
-        self.ran = False
-        # Running forwards that belong to a use that is over (a second run in one forward of the unit around it).
-        self.again = 0
+    # Whether the unit, or one around it, is optional.
+    is_optional: bool
+    # The last index below the unit's module.
+    last: int
+    # Whether it was unsharded, and its shards were written since, when the outermost forward began.
+    is_stale: bool = False
+    # Optional units that come before this one in the model, beside it or beside one around it.
+    before: tuple[UnitRecord, ...] = ()
+    # Whether it had its use in this forward of the unit around it.
+    ran: bool = False
+    # Running forwards that belong to a use that is over (a second run in one forward of the unit around it).
+    again: int = 0
 
 
 class UnitRecord:
@@ -199,38 +182,34 @@ class UnitRecord:
         return f"<unit {self.name} {self.full.name} {self.phase.name}>"
 
 
+@dataclass(slots=True, eq=False)
 class OptionalUses:
     """The uses of optional units, which every rank visits in backward (optional.py)."""
 
-    __slots__ = ("begins", "is_over", "left", "mark", "reached", "records", "starts", "uses")
-
-    def __init__(self) -> None:
-        # Whether the running outermost forward has gradients.
-        self.records = False
-        # The uses whose backward may come, by their ends; how many there were when the outermost forward began; whether
-        # the step with them is over, and the next forward with gradients begins anew.
-        self.uses: list[tuple[UnitRecord, Use]] = []
-        self.mark = 0
-        self.is_over = False
-        # The clock at the begin of each outermost forward of these uses; where each of the running order starts there.
-        self.begins: list[int] = []
-        self.starts: list[int] = []
-        # Uses that the running backward has left, and which of the forwards it reached.
-        self.left: list[tuple[UnitRecord, Use]] = []
-        self.reached: set[int] = set()
+    # Whether the running outermost forward has gradients.
+    records: bool = False
+    # The uses whose backward may come, by their ends; how many there were when the outermost forward began; whether the
+    # step with them is over, and the next forward with gradients begins anew.
+    uses: list[tuple[UnitRecord, Use]] = field(default_factory=list)
+    mark: int = 0
+    is_over: bool = False
+    # The clock at the begin of each outermost forward of these uses; where each of the running order starts there.
+    begins: list[int] = field(default_factory=list)
+    starts: list[int] = field(default_factory=list)
+    # Uses that the running backward has left, and which of the forwards it reached.
+    left: list[tuple[UnitRecord, Use]] = field(default_factory=list)
+    reached: set[int] = field(default_factory=set)
 
 
+@dataclass(slots=True, eq=False)
 class Owed:
     """Messages of gradients that were not sent yet (order.py)."""
 
-    __slots__ = ("clock", "frontier", "optional", "units")
-
-    def __init__(self) -> None:
-        # Number of ended forwards; end of the last use that backward visited; units that owe a message, in order.
-        self.clock = 0
-        self.frontier = NOWHERE
-        self.units: list[UnitRecord] = []
-        self.optional = OptionalUses()
+    # Number of ended forwards; end of the last use that backward visited; units that owe a message, in order.
+    clock: int = 0
+    frontier: int = NOWHERE
+    units: list[UnitRecord] = field(default_factory=list)
+    optional: OptionalUses = field(default_factory=OptionalUses)
 
 
 class Ending:
