@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard
 
 from fullshard import fully_shard
-from fullshard.agree import differences, structure
+from fullshard.agree import structure
 from fullshard.agree.differences import first_difference
 from fullshard.agree.ledger import TENSOR, Statement, dumps, stated
 from fullshard.agree.structure import Drift, describe, differing, digests_of, find_drift, mesh_text, meshes_of
@@ -157,8 +157,8 @@ def test_a_name_that_some_ranks_do_not_have_is_skipped(monkeypatch: pytest.Monke
     mine = {"a": torch.ones(1), "b": torch.ones(1)}
     values = digests_of(mine)
     texts = {rank: dumps([stated(TENSOR, "", values)]) for rank, values in ((0, values), (1, {"a": "other"}))}
-    monkeypatch.setattr(differences, "ask", lambda scope, what, text: {0: "x", 1: "y"})
-    monkeypatch.setattr(differences, "tell", lambda scope, what, text: texts)
+    monkeypatch.setattr(structure, "ask", lambda scope, what, text: {0: "x", 1: "y"})
+    monkeypatch.setattr(structure, "tell", lambda scope, what, text: texts)
     scope: Any = SimpleNamespace(rank=0)
     assert differing(scope, "buffer", mine) == [Drift("a", "buffer", ((0,), (1,)))]
 

@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fullshard
 from fullshard import fully_shard
-from fullshard._torch.dtensor import REFUSES_CHANGED_PLACEMENTS
+from fullshard._torch.modules import REFUSES_CHANGED_PLACEMENTS
 from fullshard.engine.foreign import note_mixed, note_uncaught
 from tests.harness import tolerance
 from tests.harness.errors import RanksFailed

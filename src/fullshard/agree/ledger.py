@@ -1,31 +1,17 @@
 """States what the ranks of a mesh must do alike: a list of statements with one digest, and which message comes next.
-Standard library only.
+Standard library only. ADR 0009 says what is stated, who compares it when, and why.
 
 A statement names a place and its facts: a unit of the model, a call of the program, what holds at a comparison. Values
-of a single rank (its rows, its device index) are left out.
+of a single rank (its rows, its device index) are left out. If digests differ, ranks exchange the statements, and
+`differences` (differences.py) lists the differences, causes first.
 
-ADR 0009 has the table of statements, who makes them, and when. They are compared with the first reduction of a
-backward, before its gradients are handed over; on a device one step later. If no reduction carries a digest: through
-the store, in the first, 2nd, 16th, 128th, ... training forward, and after a load or a change of settings. On a device
-also at the end of a forward without gradients that sent an unexpected message.
-
-Equal ledgers have equal digests. If digests differ, ranks exchange the statements (`Sealed.text`), and `differences`
-(differences.py) lists the differences, causes first.
-
-A message is compared before it is sent (`Action`, `Order`). Messages of one group match by their position in its order
-only. Ranks that run units of equal shapes in different orders silently exchange wrong values; with a message of another
-kind they wait for ever; and where a rank receives more than it expects, gloo ends its process.
+Messages of one group match by their position in its order only, so each is compared before it is sent:
 
     action     one message, as a value with a text form:  unshard 0-3.5 layers.2 float32*1024 stepped
     start      an action after an optimizer step, or the first of an evaluation: the program starts over
-    expected   what followed the actions since the start the last time. It follows from earlier actions, so every rank
-               has the same
-    question   sent to the others through the store by a rank that is about to deviate
-
-An expected action is sent without a comparison: a program that repeats itself costs nothing. A rank that deviates must
-ask through the store, because the others may wait for its message. If nothing is expected, nothing is expected on any
-rank, so all compare their next action by a small message; so they do where what is expected is in doubt, because a
-question would cost the store more.
+    expected   what followed the actions since the start the last time: the same on every rank, and sent without a
+               comparison. A rank that deviates must ask through the store, because the others may wait for its message
+    question   what it asks. Where nothing is expected, or that is in doubt, all compare by a small message instead
 """
 
 from __future__ import annotations

@@ -1,13 +1,10 @@
-"""Compares what one root does on one mesh among its ranks (ledger.py).
+"""Compares what one root does on one mesh among its ranks (ledger.py). Each mesh has its own: the ranks of a pipeline
+stage or an expert agree among themselves.
 
     MessageOrder   each message, before it is sent. In the steady state that costs about a microsecond, and nothing is
                    sent. Roots on one mesh share the order, because their messages wait for one another
     MeshLedger     what is done to shards, by a digest that travels with the first reduction of a backward
-                   (comm/comparison.py)
-
-Each mesh has its own: the ranks of a pipeline stage or an expert agree among themselves. If digests differ, all ranks
-of the mesh exchange their statements and raise `RanksDisagree`. On a device the result is read one step later, at the
-same place on all ranks, when its event is done.
+                   (comm/comparison.py); on a device the result is read one step later, when its event is done
 """
 
 from __future__ import annotations

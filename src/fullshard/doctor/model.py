@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 import fullshard
 from fullshard._torch import fake_group, non_persistent_buffers
-from fullshard._torch.dtensor import storage_key
+from fullshard._torch.modules import storage_key
 from fullshard.migrate.axes import Axes as Ranks
 from fullshard.migrate.meshes import build_meshes
 from fullshard.migrate.parallelism import Parallelism

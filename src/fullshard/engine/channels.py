@@ -1,5 +1,6 @@
-"""What goes through a unit's messages: the channels of its param groups, by the user's settings and the device of the
-shards, and the bookkeeping of its gradients, arrived and missing in the running backward, and held from earlier ones.
+"""Chooses the channels that carry a unit's param groups, by the user's settings and the device of the shards.
+
+Counts the unit's gradients, too: arrived and missing in the running backward, and held from earlier ones.
 """
 
 from __future__ import annotations

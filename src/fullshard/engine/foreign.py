@@ -23,8 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from .._torch import current_backward
-from .._torch.dtensor import MIXED, REFUSES_CHANGED_PLACEMENTS, storage_key
-from .._torch.modules import left_out_of_ddp
+from .._torch.modules import MIXED, REFUSES_CHANGED_PLACEMENTS, left_out_of_ddp, storage_key
 from ..param import Owner
 from ..schedule import Full
 from .names import all_modules, clean_name, dotted_name, first_few, names_elsewhere, parameter_of

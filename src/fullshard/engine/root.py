@@ -59,7 +59,7 @@ class Root:
         self._backward = RunningBackward(follow_steps(), self.backward_end, self._backward_failed)
         # The companion does what this root has to do with the other ranks, beside messages.
         self.companion = first.settings.accompany(self)
-        # Which groups span several nodes.
+        # Whether the ranks of each group are on several nodes, and how their messages go.
         self._locations: Locations = {}
         self.executor = Executor(
             self.units,

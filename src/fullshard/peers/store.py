@@ -1,4 +1,4 @@
-"""What a rank shows to the others: its record in the store of their process group, and its process on its machine.
+"""The record of each rank in the store of their process group, and the state of processes on this machine.
 
 A rank rewrites its record repeatedly, in exchange for the one that it wrote last (`compare_set`). So one request is a
 sign of life, reports the rank's activity, and fetches mail from other ranks:

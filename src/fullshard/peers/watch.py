@@ -176,10 +176,10 @@ class Watch:
         self.scopes: dict[tuple[tuple[int, ...], str], Scope] = {}
         self.waiting = Waits()
         self.own = OwnRecord(self)
-        # What reads the records of others, once a wait lasts.
+        # The reader of the others' records; made once a wait lasts.
         self.leader: Leader | None = None
-        # The last faults told, of any scope: each message repeats them, because it overwrites earlier ones. And those
-        # of scopes that this rank has not made yet, with the times at which they came.
+        # The last faults reported, of any scope: each message repeats them, because it overwrites earlier ones. And
+        # those of scopes that this rank has not made yet, with the times at which they came.
         self._lately: list[Fault] = []
         self._early: list[tuple[Fault, float]] = []
         # Whether its process group is still the current one.

@@ -1,4 +1,4 @@
-"""What users choose: options of the engine, and policies in the arguments of `fully_shard` (below).
+"""Options of the engine, and policies in the arguments of `fully_shard` (below).
 
 Options that are not arguments of `fully_shard` are read once, when a root first runs:
 
