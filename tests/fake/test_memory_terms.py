@@ -254,7 +254,7 @@ class _Counted:
         assert root is not None
         root.executor.listeners.append(self._command)
         for unit in root.units:
-            for part in unit.channels.secondary.parts:
+            for part in [] if unit.channels.secondary is None else unit.channels.secondary.parts:
                 if part is not None:
                     part.show = self._showing(unit.record.name, part.show)  # type: ignore[method-assign]
 
