@@ -276,11 +276,6 @@ def _check_legal(program: Any) -> None:
 
 
 @pytest.mark.slow
-def test_what_was_issued_before_is_not_missing() -> None:
-    _check_legal(issued_before)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("program", LEGAL, ids=lambda program: program.__name__)
 def test_programs_that_are_right_are_left_alone(program: Any) -> None:
     _check_legal(program)

@@ -1,4 +1,5 @@
-"""Facts over gloo: who differs is named on all ranks, none waits, and where all do it again alike they train on."""
+"""Facts over gloo: with gradients that travel in pairs, and after an error all train on; the rest is
+tests/threads/test_facts.py, which test_data_groups_over_gloo.py runs over gloo, too."""
 
 from __future__ import annotations
 
@@ -8,29 +9,8 @@ import pytest
 
 import fullshard
 from fullshard import RanksDisagree
-from tests.harness.parity import on_nodes
 from tests.harness.pool import pool
-from tests.threads.test_facts import ROW_3, STRATEGIES, Run, outcome, plain
-
-
-def _of_strategy(rank: int, strategy: str) -> tuple[int, str, str]:
-    make, nodes = STRATEGIES[strategy]
-
-    def change(run: Run) -> None:
-        for group in run.optimizer.param_groups:
-            group["lr"] = 0.3 if run.rank == 3 else 0.1
-
-    with on_nodes(4, nodes):
-        return outcome(rank, make, change, 1)
-
-
-@pytest.mark.sample(1)
-@pytest.mark.parametrize(
-    "strategy", ["reduced by the backend", "hybrid, reduced by the backend", "hybrid", "replicated"]
-)
-def test_all_ranks_know_it(strategy: str) -> None:
-    found = pool(4).run(_of_strategy, strategy)
-    assert {(step, what) for step, what, _ in found} == {(2, "lr of the optimizer")}, found
+from tests.threads.test_facts import Run, outcome, plain
 
 
 def _large(rank: int, odd: bool) -> tuple[int, str, str]:
@@ -89,14 +69,3 @@ def _again(rank: int) -> tuple[str, list[float]]:
 def test_ranks_train_on_after_it() -> None:
     (said, values), (said_too, values_too) = pool(2).run(_again)
     assert said == said_too == "lr of the optimizer" and values == values_too
-
-
-def _values(rank: int, case: str) -> tuple[int, str, str]:
-    return outcome(rank, ROW_3[case].make, ROW_3[case].change, 1)
-
-
-@pytest.mark.sample(2)
-@pytest.mark.parametrize("case", ["layer appended, other values", "replicas alone, seeds", "another checkpoint later"])
-def test_values_that_no_reduction_brings_together(case: str) -> None:
-    found = pool(2).run(_values, case)
-    assert {step for step, *_ in found} == {ROW_3[case].step} and all(what for _, what, _ in found), found

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import itertools
 import re
 import time
 from collections.abc import Callable
@@ -19,8 +18,7 @@ import fullshard
 from fullshard import PeerFailed, RanksDisagree, fully_shard
 from fullshard.comm.data_group import DataGroup
 from fullshard.peers import Scope, scope_of
-from fullshard.peers.watch import _end
-from tests.harness.forked import run_forks
+from tests.harness.pool import pool
 
 SIZE = 24
 SECONDS = 5.0
@@ -126,91 +124,18 @@ def _failing(rank: int, who: tuple[int, ...], where: str, block: int) -> tuple[l
     return training.state(), said, _scope().renewed
 
 
-# World, place, block.
-RAISE = list(itertools.product([2, 3], ["fail", "fail_backward"], [0, 2]))
-ALWAYS = [(2, "fail", 0), (3, "fail_backward", 2)]
-
-
-@pytest.mark.sample(1)
-@pytest.mark.parametrize(
-    ("world", "where", "block"),
-    [case if case in ALWAYS else pytest.param(*case, marks=pytest.mark.slow) for case in RAISE],
-)
-def test_one_rank_raises(world: int, where: str, block: int) -> None:
-    expected = run_forks(world, undisturbed, (4,), 60)
-    found = run_forks(world, _failing, ((1,), where, block), 60)
+@pytest.mark.parametrize(("who", "where"), [((1,), "fail"), ((1,), "fail_backward"), ((0, 1), "fail")])
+def test_ranks_that_raise(who: tuple[int, ...], where: str) -> None:
+    """Connections are made anew once where one raises alone; where all raise, nothing is cut."""
+    expected = pool(2).run(undisturbed, 4)
+    found = pool(2).run(_failing, who, where, 2)
     _equal([state for state, _, _ in found], expected)
-    texts = [said for rank, (_, said, _) in enumerate(found) if rank != 1]
-    for text in texts:
+    assert {renewed for _, _, renewed in found} == {int(who == (1,))}
+    for text in [said for rank, (_, said, _) in enumerate(found) if rank not in who]:
         assert "rank 1 raised at step 1" in text
         assert re.match(r"expected every rank to take part in the [a-z -]+ of (module \d|the root module), ", text)
         # Why a backward failed is known to a guard alone.
         assert ("ValueError: a bad token" if where == "fail" else "in its backward") in text
-    assert {renewed for _, _, renewed in found} == {1}
-
-
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("where", ["fail", "fail_backward"])
-def test_all_ranks_raise_and_nothing_is_cut(where: str) -> None:
-    expected = run_forks(2, undisturbed, (4,), 60)
-    found = run_forks(2, _failing, ((0, 1), where, 1), 60)
-    _equal([state for state, _, _ in found], expected)
-    assert {renewed for _, _, renewed in found} == {0}
-
-
-def _ended(rank: int) -> None:
-    training = Training(rank)
-    training.step(0)
-    if rank == 1:
-        _end()  # what the interpreter calls when it ends; forks of a test end otherwise
-        time.sleep(SECONDS)
-        return
-    with within(SECONDS), pytest.raises(PeerFailed, match="rank 1 ended at step 1: its process ended"):
-        training.step(1)
-
-
-def test_a_rank_that_ended_is_named() -> None:
-    run_forks(2, _ended, (), 60)
-
-
-def _clips_alone(rank: int) -> None:
-    training = Training(rank)
-    training.step(0)
-    hook = next(training.model.parameters()).register_post_accumulate_grad_hook(lambda _: _raise() if rank else None)
-    with within(SECONDS):
-        if rank == 1:
-            with pytest.raises(ValueError, match="a bad token"):
-                training.step(1)
-        else:
-            with pytest.raises(PeerFailed, match="rank 1 raised at step 1") as caught:
-                training.step(1)
-            assert caught.traceback[1].name == "step" and caught.traceback[2].name == "clip_grad_norm_"
-    hook.remove()
-    training.optimizer.zero_grad()
-    for step in range(1, 3):
-        training.step(step)
-
-
-def test_small_messages_between_steps_do_not_hang_either() -> None:
-    run_forks(2, _clips_alone, (), 60)
-
-
-def _ends_early(rank: int) -> None:
-    model = build()
-    if rank == 1:
-        with pytest.raises(KeyError), fullshard.guard(model):
-            raise KeyError("the first batch")
-    else:
-        with within(SECONDS), pytest.raises(PeerFailed, match="rank 1 raised in a guarded block: KeyError"):
-            with fullshard.guard(model):
-                model(batch(0, rank))
-    with fullshard.guard(model):
-        model(batch(0, rank)).sum().backward()
-    assert all(p.grad is not None for p in model.parameters())
-
-
-def test_a_rank_that_fails_before_its_first_step_is_named() -> None:
-    run_forks(2, _ends_early, (), 60)
 
 
 def _fails_after_its_first_forward(rank: int) -> None:
@@ -227,13 +152,15 @@ def _fails_after_its_first_forward(rank: int) -> None:
 
 def test_a_guarded_block_knows_a_root_that_formed_inside() -> None:
     """Nothing is sent after the forward: only the end of the block can tell."""
-    run_forks(2, _fails_after_its_first_forward, (), 60)
+    pool(2).run(_fails_after_its_first_forward)
 
 
 def _before_the_first_forward(rank: int) -> list[Tensor]:
     training = Training(rank)
     for _ in range(2):
-        with within(SECONDS), pytest.raises((ValueError, PeerFailed)):
+        error = ValueError if rank == 1 else PeerFailed
+        said = "a bad token" if rank == 1 else "rank 1 raised in a guarded block: ValueError: a bad token"
+        with within(SECONDS), pytest.raises(error, match=said):
             with fullshard.guard(training.model):
                 if rank == 1:
                     _raise()
@@ -246,7 +173,7 @@ def _before_the_first_forward(rank: int) -> list[Tensor]:
 
 def test_a_rank_that_raises_before_its_first_forward() -> None:
     """Twice; what ranks agree on at their first forward they have not agreed on yet."""
-    _equal(run_forks(2, _before_the_first_forward, (), 60), run_forks(2, undisturbed, (2,), 60))
+    _equal(pool(2).run(_before_the_first_forward), pool(2).run(undisturbed, 2))
 
 
 def _clips_on_one_rank(rank: int) -> str:
@@ -267,7 +194,7 @@ def _clips_on_one_rank(rank: int) -> str:
 
 
 def test_ranks_that_wait_for_each_other_in_different_calls_are_told() -> None:
-    texts = run_forks(2, _clips_on_one_rank, (), 60)
+    texts = pool(2).run(_clips_on_one_rank)
     for text in texts:
         assert "found rank" in text and "clip_grad_norm_" in text and "the all-gather of module 0" in text
 
@@ -285,4 +212,4 @@ def _refused(rank: int) -> None:
 
 
 def test_what_a_backend_refuses_to_send_is_no_failure_of_a_peer() -> None:
-    run_forks(2, _refused, (), 60)
+    pool(2).run(_refused)

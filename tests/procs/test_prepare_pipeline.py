@@ -5,21 +5,20 @@ from __future__ import annotations
 import re
 import time
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from fullshard import checkpoint, prepare_fully_shard
+from fullshard import prepare_fully_shard
 from fullshard.migrate.schedules import SCHEDULES
 from tests.harness import installed
 from tests.harness.axes import VOCABULARY, hugging_face, llama
 from tests.harness.errors import RanksFailed
 from tests.harness.installed import fails_before
-from tests.harness.models import Trained, adamw, assert_same_training, collect, seeded
-from tests.harness.pipelines import TIMEOUT, batch, check, loss_fn, part_of, planned, train
+from tests.harness.models import adamw, seeded
+from tests.harness.pipelines import TIMEOUT, batch, check, loss_fn, planned, train
 from tests.harness.pool import pool
 from tests.procs.test_pipelining import Reductions
 
@@ -228,47 +227,6 @@ def test_gradients_are_sent_once_in_a_step(schedule: str) -> None:
     plan = {**TWO, "pipeline_parallel_schedule": schedule, "pipeline_parallel_num_microbatches": 4}
     for sent in pool(4).run(counted, plan, timeout=TIMEOUT):
         assert sent[1:] == [3, 3]
-
-
-def state_of(model: nn.Module, optimizer: Any) -> dict[str, Any]:
-    params, state = checkpoint.get_state_dict(model, optimizer)
-    return {"model": params, "optimizer": state}
-
-
-def crossed(rank: int, plans: list[Any], folder: str) -> list[Trained]:
-    """Saved under each plan, loaded under the next; what each of them has."""
-    found = []
-    for number, plan in enumerate(plans):
-        model = four()
-        optimizer = adamw(model.parameters(), watched=False)
-        prepared = prepare_fully_shard(model, optimizer, parallelism=plan, loss_fn=loss_fn, show=False)
-        if number == 0:
-            train(model, optimizer, prepared, [0])
-        else:
-            state = state_of(model, optimizer)
-            checkpoint.load(state, checkpoint_id=f"{folder}/{number - 1}")
-            checkpoint.set_state_dict(
-                model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
-            )
-        found.append(collect(model, optimizer))
-        checkpoint.save(state_of(model, optimizer), checkpoint_id=f"{folder}/{number}")
-    return found
-
-
-@pytest.mark.slow
-def test_a_checkpoint_crosses_splits(tmp_path: Path) -> None:
-    """Two stages, none, four in a loop, an own division beside tensor parallelism, and two again: bitwise."""
-    parts = [["embedding"], ["layers.0", "layers.1", "layers.2", "layers.3", "norm", "output"]]
-    own = {**TWO, "tensor_parallel_degree": 2, "module_fqns_per_model_part": parts}
-    plans: list[Any] = [TWO, None, LOOPS, own, TWO]
-    ranks = pool(4).run(crossed, plans, str(tmp_path), timeout=TIMEOUT)
-    whole = ranks[0][1]
-    assert len(whole.params) == 39 and len(whole.state) == 3 * 39
-    for found in ranks:
-        for trained in found:
-            assert_same_training(trained, part_of(whole, trained.params), 0)
-    for number in range(len(plans)):
-        assert {name for found in ranks for name in found[number].params} == {*whole.params}
 
 
 # ---- evaluation, other shapes, schedules of the user -----------------------------------------------------------------

@@ -20,13 +20,14 @@ from tests.harness.installed import clear_redistribution_cache, clear_sharding_c
 from tests.harness.models import Trained, adamw, assert_same_training, collect, full_copy, seeded
 from tests.harness.pipelines import TIMEOUT, batch, check, loss_fn, part_of, plainly, train
 from tests.harness.pool import pool
-from tests.procs.test_prepare_pipeline import LOOPS, TWO, V, state_of
+from tests.procs.test_prepare_pipeline import LOOPS, TWO, V
 
 slow = partial(pytest.param, marks=pytest.mark.slow)
 four = partial(llama, layers=4)
 tied = partial(llama, layers=4, tied=True)
 CP = {**TWO, "context_parallel_degree": 2}
 TP = {"tensor_parallel_degree": 2}
+PARTS = [["embedding"], ["layers.0", "layers.1", "layers.2", "layers.3", "norm", "output"]]
 
 
 def gpt2(**options: Any) -> nn.Module:
@@ -167,13 +168,12 @@ def crossed(rank: int, make: Any, plans: list[Any], folder: str) -> list[Trained
         if number == 0:
             train(model, optimizer, prepared, [0])
         else:
-            state = state_of(model, optimizer)
-            checkpoint.load(state, checkpoint_id=f"{folder}/{number - 1}")
-            checkpoint.set_state_dict(
-                model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
-            )
+            params, states = checkpoint.get_state_dict(model, optimizer)
+            checkpoint.load({"model": params, "optimizer": states}, checkpoint_id=f"{folder}/{number - 1}")
+            checkpoint.set_state_dict(model, optimizer, model_state_dict=params, optim_state_dict=states)
         found.append(collect(model, optimizer))
-        checkpoint.save(state_of(model, optimizer), checkpoint_id=f"{folder}/{number}")
+        params, states = checkpoint.get_state_dict(model, optimizer)
+        checkpoint.save({"model": params, "optimizer": states}, checkpoint_id=f"{folder}/{number}")
     return found
 
 
@@ -184,8 +184,9 @@ def crossed(rank: int, make: Any, plans: list[Any], folder: str) -> list[Trained
         slow(4, tied, [TWO, None, LOOPS, CP, {**TWO, "data_parallel_replicate_degree": 2}]),
         slow(4, gpt2, [TWO, None, LOOPS, CP]),
         slow(4, of_hugging_face("Llama"), [{**TWO, **TP}, None, LOOPS, TWO]),
+        slow(4, four, [TWO, None, LOOPS, {**TWO, **TP, "module_fqns_per_model_part": PARTS}, TWO]),
     ],
-    ids=["quick", "llama", "gpt2", "transformers"],
+    ids=["quick", "llama", "gpt2", "transformers", "untied"],
 )
 def test_a_checkpoint_of_a_tied_model_crosses_splits(world: int, make: Any, plans: list[Any], tmp_path: Path) -> None:
     """Bitwise, between stages that share a parameter and a model that has it once; in the files it is once."""

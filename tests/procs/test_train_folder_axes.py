@@ -17,6 +17,7 @@ from tests.harness.pool import pool
 from tests.procs.test_train_pretrained import (
     ATTENTION,
     LORA,
+    QLORA,
     STEPS,
     TIMEOUT,
     config_of,
@@ -68,33 +69,39 @@ def test_steps_are_those_of_one_process(family: str, world: int, settings: tuple
             assert torch.equal(value.view(torch.uint8), other["parameters"][name].view(torch.uint8)), name
 
 
-def _half(run: Path) -> None:
-    """The run loses the second half of its steps."""
-    shutil.rmtree(run / "checkpoints" / f"step-{STEPS}")
-    manifest = json.loads((run / "manifest.json").read_text())
-    (run / "manifest.json").write_text(json.dumps(manifest | {"status": "failed"}))
-
-
 @pytest.mark.slow
 @pytest.mark.hang_after(600)
-@pytest.mark.parametrize(("first", "second"), [((2, TP), (4, CP)), ((4, CP), (1,)), ((1,), (4, TP))])
-def test_a_run_is_taken_up_on_other_axes(first: tuple[Any, ...], second: tuple[Any, ...], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("method", "first", "second"),
+    [
+        ("", (2, TP), (4, CP)),
+        ("", (4, CP), (1,)),
+        ("", (1,), (4, TP)),
+        *((method, (2,), (4,)) for method in ("", LORA, QLORA)),
+    ],
+)
+def test_a_run_is_taken_up_on_other_axes_and_ranks(
+    method: str, first: tuple[Any, ...], second: tuple[Any, ...], tmp_path: Path
+) -> None:
     """Half of the steps on some axes, the others on other ones: losses, and the exported model, as of one process."""
     for name in ("one", "axes"):
         (tmp_path / name).mkdir()
-    expected = pool(1).run(sitting, str(tmp_path / "one"), (), timeout=TIMEOUT)[0]
-    pool(first[0]).run(sitting, str(tmp_path / "axes"), first[1:], timeout=TIMEOUT)
-    whole = load_file(tmp_path / "axes" / "run" / "model" / "model.safetensors")
-    _half(tmp_path / "axes" / "run")
-    found = pool(second[0]).run(sitting, str(tmp_path / "axes"), second[1:], timeout=TIMEOUT)[0]
+    both, run = (method,) if method else (), tmp_path / "axes" / "run"
+    expected = pool(1).run(sitting, str(tmp_path / "one"), both, timeout=TIMEOUT)[0]
+    pool(first[0]).run(sitting, str(tmp_path / "axes"), (*both, *first[1:]), timeout=TIMEOUT)
+    whole = load_file(run / "model" / "model.safetensors")
+    shutil.rmtree(run / "checkpoints" / f"step-{STEPS}")
+    manifest = json.loads((run / "manifest.json").read_text())
+    (run / "manifest.json").write_text(json.dumps(manifest | {"status": "failed"}))
+    found = pool(second[0]).run(sitting, str(tmp_path / "axes"), (*both, *second[1:]), timeout=TIMEOUT)[0]
     assert [record["step"] for record in found] == [1, 2, 3, 4]
     for mine, one in zip(found, expected, strict=True):
         # As docs/trainer.md promises for another number of processes.
         assert mine["samples"] == one["samples"] and abs(mine["loss"] - one["loss"]) < 1e-5
     plain = load_file(tmp_path / "one" / "run" / "model" / "model.safetensors")
-    again = load_file(tmp_path / "axes" / "run" / "model" / "model.safetensors")
+    again = load_file(run / "model" / "model.safetensors")
     assert plain.keys() == again.keys() == whole.keys()
-    for name, value in plain.items():
+    for name, value in plain.items() if not method else ():
         for other in (again[name], whole[name]):
             # Four steps of AdamW at a rate of 1e-3 move an element by at most 4e-3; rounding by far less.
             assert other.shape == value.shape and float((other - value).abs().max()) < 4e-4, name

@@ -342,26 +342,6 @@ def sitting(rank: int, folder: str, settings: tuple[str, ...]) -> list[dict[str,
     return read_metrics(Path(folder) / "run" / "metrics.jsonl")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("method", ["none", "lora", "qlora"])
-def test_a_run_is_taken_up_on_another_number_of_ranks(method: str, tmp_path: Path) -> None:
-    """On 2 ranks half of the steps, on 4 the others: losses as of a run on one."""
-    for name in ("one", "two"):
-        (tmp_path / name).mkdir()
-    settings = () if method == "none" else (f"adapters.method={method}",)
-    expected = pool(1).run(sitting, str(tmp_path / "one"), settings, timeout=TIMEOUT)[0]
-    pool(2).run(sitting, str(tmp_path / "two"), settings, timeout=TIMEOUT)
-    run = tmp_path / "two" / "run"
-    shutil.rmtree(run / "checkpoints" / f"step-{STEPS}")
-    manifest = json.loads((run / "manifest.json").read_text())
-    (run / "manifest.json").write_text(json.dumps(manifest | {"status": "failed"}))
-    found = pool(4).run(sitting, str(tmp_path / "two"), settings, timeout=TIMEOUT)[0]
-    assert [record["step"] for record in found] == [1, 2, 3, 4]
-    for mine, one in zip(found, expected, strict=True):
-        # As docs/trainer.md promises for another number of processes.
-        assert mine["samples"] == one["samples"] and abs(mine["loss"] - one["loss"]) < 1e-5
-
-
 # ---- what is refused ---------------------------------------------------------------------------------------------
 
 

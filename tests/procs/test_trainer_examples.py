@@ -1,4 +1,5 @@
-"""The examples with other people's trainers run as they are written, under torchrun on two processes."""
+"""The quickstart, and the examples with other people's trainers, run as they are written, under torchrun on two
+processes."""
 
 from __future__ import annotations
 
@@ -24,6 +25,14 @@ def _run(name: str | Path, *arguments: str) -> str:
     )
     assert ended.returncode == 0, ended.stderr
     return ended.stdout
+
+
+def test_the_quickstart_of_the_readme_learns() -> None:
+    """Nothing but the example's own lines is printed."""
+    lines = [line.split() for line in _run("quickstart.py").splitlines()]
+    assert [line[1] for line in lines] == ["50", "100", "150", "200"]
+    losses = [float(line[3]) for line in lines]
+    assert losses == sorted(losses, reverse=True) and losses[-1] < 0.02  # the first loss is about 2
 
 
 def test_the_trainer_of_transformers_learns_on_shards() -> None:

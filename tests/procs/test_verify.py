@@ -76,32 +76,27 @@ def test_a_norm_that_does_not_keep_its_dtype_is_found() -> None:
     assert weights._dtype_of("norm.weight") is None and weights._dtype_of("up.weight") == torch.bfloat16
 
 
-@pytest.mark.sample(1)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
-    ("program", "strategy"), [("timed", "zero3+bf16+recompute"), ("aliased", "zero3"), ("together", "zero3+bf16")]
+    ("program", "strategy", "world"),
+    [
+        # Units inside of blocks that are computed again; a buffer with two references; a unit of several modules.
+        ("timed", "zero3+bf16+recompute", 2),
+        ("aliased", "zero3", 2),
+        ("together", "zero3+bf16", 2),
+        # Other worlds, and beside tensor parallelism.
+        ("program", "zero3", 1),
+        ("program", "zero3", 3),
+        ("program", "zero3+hsdp=2", 4),
+        ("program", "zero2+hsdp=2+micro=2", 4),
+        ("program", "zero3=2+bf16", 4),
+        ("split", "zero3+tp=2", 2),
+        ("split", "zero2+micro=2+tp=2", 4),
+        ("split", "zero3+hsdp=2+tp=2", 4),
+    ],
 )
-def test_other_programs_are_equal(program: str, strategy: str, tmp_path: Path) -> None:
-    """Units inside of blocks that are computed again; a buffer with two references; a unit of several modules."""
-    result = compare(tmp_path, record(tmp_path, strategy, entry=f"tests.harness.verified:{program}"))
-    assert result.verdict == "equal", result.difference
-
-
-@pytest.mark.sample(1)
-@pytest.mark.parametrize(
-    ("strategy", "world"),
-    [("zero3", 1), ("zero3", 3), ("zero3+hsdp=2", 4), ("zero2+hsdp=2+micro=2", 4), ("zero3=2+bf16", 4)],
-)
-def test_other_worlds(strategy: str, world: int, tmp_path: Path) -> None:
-    result = compare(tmp_path, record(tmp_path, strategy, world))
-    assert result.verdict == "equal", result.difference
-
-
-@pytest.mark.sample(1)
-@pytest.mark.parametrize(
-    ("strategy", "world"), [("zero3+tp=2", 2), ("zero2+micro=2+tp=2", 4), ("zero3+hsdp=2+tp=2", 4)]
-)
-def test_beside_tensor_parallelism(strategy: str, world: int, tmp_path: Path) -> None:
-    result = compare(tmp_path, record(tmp_path, strategy, world, entry="tests.harness.verified:split"))
+def test_other_programs_and_worlds_are_equal(program: str, strategy: str, world: int, tmp_path: Path) -> None:
+    result = compare(tmp_path, record(tmp_path, strategy, world, entry=f"tests.harness.verified:{program}"))
     assert result.verdict == "equal", result.difference
 
 

@@ -20,25 +20,57 @@ from tests.harness.seeded_faults import SeededFault
 from tests.harness.verified import compare, record
 from tests.harness.verified_axes import staged
 
-ENTRY = "tests.harness.verified_axes:"
+ENTRY, SEQUENCES = "tests.harness.verified_axes:", "tests.harness.verified_sequences:"
 EXAMPLE = Path(__file__).parents[2] / "examples" / "train_3d.toml"
 
 
+slow = partial(pytest.param, marks=pytest.mark.slow)
+
+
+def entry(program: str) -> str:
+    of_sequences = program in ("sequences", "of_experts", "without_positions", "own_mean")
+    return (SEQUENCES if of_sequences else ENTRY) + program
+
+
+@pytest.mark.sample(2)
 @pytest.mark.hang_after(300)
 @pytest.mark.parametrize(
     ("program", "strategy", "world"),
     [
         ("declared", "zero3+tp=2+sp", 2),
-        pytest.param("declared", "zero3+tp=2", 4, marks=pytest.mark.slow),
-        pytest.param("declared", "zero3+hsdp=2+tp=2+sp", 4, marks=pytest.mark.slow),
-        pytest.param("declared", "zero2+micro=2+recompute+tp=2+sp", 4, marks=pytest.mark.slow),
-        pytest.param("declared", "zero3+tp=2+sp+lp", 4, marks=pytest.mark.slow),
-        pytest.param("heads", "zero3+tp=2", 4, marks=pytest.mark.slow),
+        slow("declared", "zero3+tp=2", 4),
+        slow("declared", "zero3+hsdp=2+tp=2+sp", 4),
+        slow("declared", "zero2+micro=2+recompute+tp=2+sp", 4),
+        slow("declared", "zero3+tp=2+sp+lp", 4),
+        slow("heads", "zero3+tp=2", 4),
+        slow("tied", "zero3+micro=2+pp=2+1F1B", 2),
+        slow("tied", "zero3+micro=2+cp=2+pp=2+1F1B", 4),
+        slow("tied_modules", "zero2+micro=4+pp=2+Interleaved1F1B", 2),
+        slow("tied_modules", "zero3+hsdp=2+bf16+micro=2+pp=2+1F1B", 4),
+        slow("balanced", "zero3+micro=2+ep=2+pp=2+1F1B", 4),
+        slow("balanced", "zero2+micro=4+ep=2+pp=2+ZBVZeroBubble", 4),
+        ("sequences", "zero3+cp=2", 2),
+        slow("sequences", "zero2+micro=2+cp=2", 4),
+        slow("sequences", "zero3+recompute+tp=2+cp=2", 4),
+        ("of_experts", "zero3+ep=2", 2),
+        slow("of_experts", "zero3+hsdp=2+ep=2", 4),
+        slow("of_experts", "zero3+cp=2+ep=4", 4),
+        slow("sequences", "zero3+hsdp=2+cp=2", 4),
+        slow("sequences", "zero2+hsdp=2+micro=2+cp=2", 8),
+        slow("sequences", "zero3+tp=2+cp=2+sp+lp", 4),
+        slow("of_experts", "zero3+tp=2+ep=2+sp", 4),
+        slow("of_experts", "zero3+tp=2+ep=4", 4),
+        slow("of_experts", "zero3+tp=2+sp", 2),
+        slow("of_experts", "zero3+tp=2+ep=2+etp+sp", 4),
+        slow("of_experts", "zero3+hsdp=2+recompute+tp=2+ep=2", 8),
     ],
 )
-def test_a_declaration_is_equal_to_one_process(program: str, strategy: str, world: int, tmp_path: Path) -> None:
-    """Losses, gradients, parameters, optimizer state, and the norm by which clipping divides."""
-    setting = record(tmp_path, strategy, world, entry=ENTRY + program, exercises=("clipping",))
+def test_sequences_and_experts_are_equal_to_one_process(
+    program: str, strategy: str, world: int, tmp_path: Path
+) -> None:
+    """And divided layers, and what stages of a pipeline share: losses, gradients, parameters, optimizer state, and the
+    norm by which clipping divides."""
+    setting = record(tmp_path, strategy, world, entry=entry(program), exercises=("clipping",))
     assert str(setting.strategy) == strategy or "recompute" in strategy
     result = compare(tmp_path, setting)
     assert result.verdict == "equal", result.difference
@@ -50,61 +82,13 @@ def test_a_declaration_is_equal_to_one_process(program: str, strategy: str, worl
     ("program", "strategy", "phase", "name"),
     [
         ("wrong_style", "zero3+tp=2", "backward", "norm.weight"),
-        pytest.param("forgotten_sum", "zero3+tp=2", "forward", "loss", marks=pytest.mark.slow),
+        ("without_positions", "zero3+cp=2", "forward", "loss"),
+        slow("forgotten_sum", "zero3+tp=2", "forward", "loss"),
+        slow("own_mean", "zero3+cp=2", "forward", "loss"),
     ],
 )
 def test_a_planted_fault_is_found(program: str, strategy: str, phase: str, name: str, tmp_path: Path) -> None:
-    result = compare(tmp_path, record(tmp_path, strategy, 2, entry=ENTRY + program, steps=1))
-    found = result.difference
-    assert found is not None and found.phase == phase and found.name.endswith(name)
-
-
-SEQUENCES = "tests.harness.verified_sequences:"
-
-
-@pytest.mark.sample(1)
-@pytest.mark.hang_after(300)
-@pytest.mark.parametrize(
-    ("program", "strategy", "world"),
-    [
-        ("sequences", "zero3+cp=2", 2),
-        pytest.param("sequences", "zero2+micro=2+cp=2", 4, marks=pytest.mark.slow),
-        pytest.param("sequences", "zero3+recompute+tp=2+cp=2", 4, marks=pytest.mark.slow),
-        ("of_experts", "zero3+ep=2", 2),
-        pytest.param("of_experts", "zero3+hsdp=2+ep=2", 4, marks=pytest.mark.slow),
-        pytest.param("of_experts", "zero3+cp=2+ep=4", 4, marks=pytest.mark.slow),
-        pytest.param("sequences", "zero3+hsdp=2+cp=2", 4, marks=pytest.mark.slow),
-        pytest.param("sequences", "zero2+hsdp=2+micro=2+cp=2", 8, marks=pytest.mark.slow),
-        pytest.param("sequences", "zero3+tp=2+cp=2+sp+lp", 4, marks=pytest.mark.slow),
-        pytest.param("of_experts", "zero3+tp=2+ep=2+sp", 4, marks=pytest.mark.slow),
-        pytest.param("of_experts", "zero3+tp=2+ep=4", 4, marks=pytest.mark.slow),
-        pytest.param("of_experts", "zero3+tp=2+sp", 2, marks=pytest.mark.slow),
-        pytest.param("of_experts", "zero3+tp=2+ep=2+etp+sp", 4, marks=pytest.mark.slow),
-        pytest.param("of_experts", "zero3+hsdp=2+recompute+tp=2+ep=2", 8, marks=pytest.mark.slow),
-    ],
-)
-def test_sequences_and_experts_are_equal_to_one_process(
-    program: str, strategy: str, world: int, tmp_path: Path
-) -> None:
-    """Losses, gradients, parameters, optimizer state, and the norm by which clipping divides."""
-    setting = record(tmp_path, strategy, world, entry=SEQUENCES + program, exercises=("clipping",))
-    result = compare(tmp_path, setting)
-    assert result.verdict == "equal", result.difference
-    assert result.compared > 100
-
-
-@pytest.mark.hang_after(300)
-@pytest.mark.parametrize(
-    ("program", "strategy", "phase", "name"),
-    [
-        ("without_positions", "zero3+cp=2", "forward", "loss"),
-        pytest.param("own_mean", "zero3+cp=2", "forward", "loss", marks=pytest.mark.slow),
-    ],
-)
-def test_a_planted_fault_of_sequences_is_found(
-    program: str, strategy: str, phase: str, name: str, tmp_path: Path
-) -> None:
-    result = compare(tmp_path, record(tmp_path, strategy, 2, entry=SEQUENCES + program, steps=1))
+    result = compare(tmp_path, record(tmp_path, strategy, 2, entry=entry(program), steps=1))
     found = result.difference
     assert found is not None and found.phase == phase and name in found.name, found
 
@@ -134,9 +118,6 @@ def test_a_relation_that_is_broken_names_its_axis(program: str, strategy: str, s
 def test_ranks_of_tp_with_different_data_are_named(program: str, tmp_path: Path) -> None:
     with pytest.raises(RanksFailed, match="tp: expected the ranks 0, 1 to give the model the same inputs"):
         record(tmp_path, "zero3+tp=2", 2, entry=ENTRY + program, steps=1)
-
-
-slow = partial(pytest.param, marks=pytest.mark.slow)
 
 
 @pytest.mark.hang_after(300)
@@ -186,25 +167,6 @@ def test_a_planted_fault_of_a_pipeline_is_found(
     setting = record(tmp_path, "zero2+pp=2", 2, entry=ENTRY + program, steps=1, exercises=("clipping",))
     found = compare(tmp_path, setting).difference
     assert found is not None and (found.phase, found.name) == (phase, name) and cause in found.cause, found
-
-
-@pytest.mark.hang_after(300)
-@pytest.mark.parametrize(
-    ("program", "strategy", "world"),
-    [
-        slow("tied", "zero3+micro=2+pp=2+1F1B", 2),
-        slow("tied", "zero3+micro=2+cp=2+pp=2+1F1B", 4),
-        slow("tied_modules", "zero2+micro=4+pp=2+Interleaved1F1B", 2),
-        slow("tied_modules", "zero3+hsdp=2+bf16+micro=2+pp=2+1F1B", 4),
-        slow("balanced", "zero3+micro=2+ep=2+pp=2+1F1B", 4),
-        slow("balanced", "zero2+micro=4+ep=2+pp=2+ZBVZeroBubble", 4),
-    ],
-)
-def test_what_stages_share_is_equal_to_one_process(program: str, strategy: str, world: int, tmp_path: Path) -> None:
-    """A tied parameter on both stages, and balance losses of all."""
-    setting = record(tmp_path, strategy, world, entry=ENTRY + program, exercises=("clipping",))
-    result = compare(tmp_path, setting)
-    assert result.verdict == "equal" and result.compared > 100, result.difference
 
 
 def test_copies_in_other_stages_are_to_be_the_same_bits() -> None:
@@ -258,6 +220,13 @@ SUMMED = "migrate.stage_ties:SharedParameters.summed"
             "forward",
             "loss of the step",
         ),
+        # The norm is that of one stage alone.
+        slow(
+            "staged",
+            SeededFault("api.clip:_stage_axes", "[axis for axis in stages.axes if axis.size() > 1]", "[]"),
+            "clipping",
+            "norm",
+        ),
     ],
 )
 def test_a_planted_fault_of_what_stages_share_is_found(
@@ -274,15 +243,6 @@ def test_a_wrong_loss_of_the_step_is_found(tmp_path: Path) -> None:
     fault = SeededFault("extras.pipeline:Pipeline._shared", ".float().sum()", ".float().sum() * number")
     found = compare(tmp_path, record(tmp_path, "zero2+pp=2", 2, fault, entry=ENTRY + "staged", steps=1)).difference
     assert found is not None and (found.phase, found.name, found.rank) == ("forward", "loss of the step", 0), found
-
-
-@pytest.mark.slow
-@pytest.mark.hang_after(300)
-def test_a_norm_of_one_stage_alone_is_found(tmp_path: Path) -> None:
-    fault = SeededFault("api.clip:_stage_axes", "[axis for axis in stages.axes if axis.size() > 1]", "[]")
-    setting = record(tmp_path, "zero2+pp=2", 2, fault, entry=ENTRY + "staged", steps=1, exercises=("clipping",))
-    found = compare(tmp_path, setting).difference
-    assert found is not None and (found.phase, found.name) == ("clipping", "norm"), found
 
 
 def test_words() -> None:

@@ -123,6 +123,7 @@ def test_who_may_go_on_is_not_stuck(other: Record) -> None:
     if other.wait is not None and other.wait["number"] == 6:
         assert missing(other.wait, world(mine, other), 1) == []
     assert stuck(world(mine, other, record(2))) == {}
+    assert stuck(world(mine)) == {}, "who has no record may go on"
 
 
 def test_who_meets_after_its_failure_is_stuck_with_one_in_torch() -> None:
@@ -199,7 +200,7 @@ def test_a_proof_counts_when_it_is_seen_twice(host: Host) -> None:
 
 def test_mail_in_the_place_of_a_record_changes_nothing(host: Host) -> None:
     reader = Reader(host)  # type: ignore[arg-type]
-    assert reader.read({1: '{"mail":[]}'}, 0.0) == {}
+    assert reader.read({1: '{"mail":[]}', 2: ""}, 0.0) == {}
     assert reader.read({1: text(record(1))}, 1.0)[1].said["n"] == 1
     found = reader.read({1: '{"mail":["{}"]}'}, 2.0)[1]
     assert found.said["n"] == 1
@@ -218,6 +219,11 @@ def test_silence(host: Host, is_: str, says: str) -> None:
     assert reader.lost(found, 0.0, 1000.0) == "", "never"
     said = reader.lost(found, 10.0, 11.0)
     assert said == f"gave no sign of life for 10 s: {says} (train.py:1 in step)"
+    found = reader.read({1: json.dumps(found.said | {"n": 2})}, 11.0)[1]
+    assert reader.lost(found, 10.0, 20.9) == "" and reader.lost(found, 10.0, 21.1)
+    reader.forget()
+    found = reader.read({1: text(found)}, 100.0)[1]
+    assert reader.lost(found, 10.0, 109.0) == "" and reader.lost(found, 10.0, 111.0), "who looks late begins anew"
 
 
 def test_a_process_that_computes_holds_the_interpreter(host: Host) -> None:
@@ -227,6 +233,8 @@ def test_a_process_that_computes_holds_the_interpreter(host: Host) -> None:
     assert reader.lost(found, 10.0, 11.0) == ""
     assert reader.lost(found, 10.0, 20.0) == ""
     assert "it exists and does nothing" in reader.lost(found, 10.0, 21.5)
+    host.is_, host.used = "stopped", 200
+    assert "it is stopped" in reader.lost(found, 10.0, 21.5)
 
 
 def test_a_process_that_is_gone_is_lost_at_once_unless_it_said_why(host: Host) -> None:
@@ -251,6 +259,8 @@ def test_who_is_late_is_named_with_where_it_is() -> None:
         "which has not begun to train"
     )
     assert "it is rank 1 in no call of fullshard's" in late(waits, world(record(0, waits), record(1)), 0, 30.2).text
+    come = world(record(0, waits), *(record(rank, far={SCOPE: far(asked=8)}) for rank in (1, 2, 3)))
+    assert late(waits, come, 0, 30.0).rank == 1, "all have come"
 
 
 def test_what_ranks_say_of_themselves() -> None:

@@ -68,8 +68,18 @@ def dead_links(text: str, folder: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=_name)
-def test_links_lead_somewhere(path: Path) -> None:
-    assert dead_links(path.read_text(), path.parent) == []
+def test_a_document_names_what_is_there(path: Path) -> None:
+    """Links, make targets, commands, files of code, and the torch that is installed; in a record of a day, links."""
+    text = path.read_text()
+    assert dead_links(text, path.parent) == []
+    if not DATED.search(path.name):
+        assert other_torches(path) == []
+    if path in OURS:
+        wanted = {command.split()[1] for command in commands(path, "make")}
+        wanted |= {target for target in re.findall(r"`make ([a-z-]+)[^`]*`", prose(text))}
+        assert wanted <= TARGETS, f"not in the Makefile: {wanted - TARGETS}"
+        accept(commands(path, "fullshard"))
+        assert missing_paths(text) == []
 
 
 def test_dead_links_are_found() -> None:
@@ -90,22 +100,19 @@ MAKEFILE = (ROOT / "Makefile").read_text()
 TARGETS = set(re.findall(r"^([a-z][a-z-]*):", MAKEFILE, flags=re.M))
 
 
-@pytest.mark.parametrize("path", OURS, ids=_name)
-def test_make_targets_exist(path: Path) -> None:
-    wanted = {command.split()[1] for command in commands(path, "make")}
-    wanted |= {target for target in re.findall(r"`make ([a-z-]+)[^`]*`", prose(path.read_text()))}
-    assert wanted <= TARGETS, f"not in the Makefile: {wanted - TARGETS}"
+(TORCH,) = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
 
 
-@pytest.mark.parametrize("path", [path for path in DOCUMENTS if not DATED.search(path.name)], ids=_name)
-def test_torch_is_installed_in_the_range_that_is_declared(path: Path) -> None:
-    """`pip install torch` alone would bring a version that nothing ran with."""
-    (declared,) = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
-    parts = set(declared.removeprefix("torch").split(","))
-    for command in commands(path, "pip"):
-        for word in shlex.split(command)[2:]:
-            if re.match(r"torch\b", word):
-                assert set(word.removeprefix("torch").split(",")) == parts, command
+def other_torches(path: Path) -> list[str]:
+    """Commands that install torch in another range than the declared one; without one it may be any that nothing ran
+    with."""
+    parts = set(TORCH.removeprefix("torch").split(","))
+    return [
+        command
+        for command in commands(path, "pip")
+        for word in shlex.split(command)[2:]
+        if re.match(r"torch\b", word) and set(word.removeprefix("torch").split(",")) != parts
+    ]
 
 
 def test_the_two_commands_are_in_the_readme() -> None:
@@ -113,10 +120,9 @@ def test_the_two_commands_are_in_the_readme() -> None:
     assert {"train", "test"} <= TARGETS
 
 
-@pytest.mark.parametrize("path", OURS, ids=_name)
-def test_commands_are_accepted(path: Path) -> None:
-    """Options by its parser, keys and values of `--set` by its configuration."""
-    for command in commands(path, "fullshard"):
+def accept(lines: list[str]) -> None:
+    """Read `lines` as the command does: options by its parser, keys and values of `--set` by its configuration."""
+    for command in lines:
         words = shlex.split(command.split(">")[0])[1:]
         arguments: argparse.Namespace = cli.parser().parse_args(words)
         if arguments.command == "train":
@@ -259,11 +265,6 @@ def missing_paths(text: str) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("path", OURS, ids=_name)
-def test_files_that_are_named_exist(path: Path) -> None:
-    assert missing_paths(path.read_text()) == []
-
-
 def test_missing_files_are_found() -> None:
     text = "`comm/pool.py` `comm/` `comm/lanes.py` `_version.py` `lanes.py` `lanes/`"
     assert missing_paths(text) == ["comm/lanes.py", "lanes.py", "lanes/"]
@@ -283,10 +284,10 @@ def glossary() -> list[tuple[str, str, list[str]]]:
 GLOSSARY = glossary()
 
 
-@pytest.mark.parametrize(("word", "path", "names"), GLOSSARY, ids=[word for word, _, _ in GLOSSARY])
-def test_words_of_the_glossary_are_in_the_code(word: str, path: str, names: list[str]) -> None:
+def test_words_of_the_glossary_are_in_the_code() -> None:
     """As names that the file defines or assigns, not in a comment."""
-    assert defined_names((PACKAGE / path).read_text()) >= set(names)
+    defined = {path: defined_names((PACKAGE / path).read_text()) for _, path, _ in GLOSSARY}
+    assert [(word, path) for word, path, names in GLOSSARY if not defined[path] >= set(names)] == []
 
 
 def defined_names(source: str) -> set[str]:

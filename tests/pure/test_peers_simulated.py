@@ -186,19 +186,6 @@ def test_a_process_that_gives_no_sign_of_life(world: int, state: str, within: fl
         assert world > 2 or all(words in found.text for found in faults if found is not None)
 
 
-def test_a_process_that_computes_is_not_lost() -> None:
-    with Simulation(8, silence=4.0) as simulation:
-        simulation.run(10)
-        simulation.held.add(7)
-        simulation.wait_for_message(range(7))
-        for _ in range(20):
-            simulation.ticks[7] = simulation.ticks.get(7, 0) + 50
-            simulation.run(1.0)
-        assert not simulation.cut
-        simulation.run(9.0)  # and now it does nothing
-        assert sorted(simulation.cut) == list(range(7))
-
-
 def test_a_process_that_computes_on_another_machine_is_not_lost() -> None:
     """Rank 15 holds its interpreter lock; the ranks that wait for it are of the other machine, rank 14 is not."""
     with Simulation(16, silence=20.0) as simulation:
@@ -226,22 +213,6 @@ def test_a_process_of_another_machine_is_looked_at_there(state: str, within: flo
         faults = [scope.failures.cause for scope in simulation.scopes[:8]]
         words = "its process has ended" if state == "gone" else "it is stopped"
         assert all(found is not None and words in found.text for found in faults)
-
-
-def test_a_rank_that_was_late_itself_accuses_nobody() -> None:
-    with Simulation(8, silence=4.0) as simulation:
-        simulation.run(10)
-        simulation.wait_for_message(range(7))
-        simulation.run(5)
-        (leader,) = simulation.leaders
-        for rank in range(8):
-            if rank != leader:
-                simulation.ticks[rank] = 1
-        simulation.held.update(range(8))  # the whole machine is suspended
-        simulation.run(30)
-        simulation.held.clear()
-        simulation.run(20)
-        assert not simulation.cut
 
 
 def test_somebody_takes_the_place_of_a_reader_that_is_gone() -> None:

@@ -121,12 +121,6 @@ def sentences(text: str) -> Iterator[str]:
                 yield from re.split(r"(?<=[.!?])\s+(?=[A-Z*])", line)
 
 
-@pytest.mark.parametrize("path", READ, ids=lambda path: path.relative_to(ROOT).as_posix())
-def test_a_sentence_has_one_colon(path: Path) -> None:
-    """Three clauses around colons are three sentences."""
-    assert [said for said in sentences(path.read_text()) if said.count(": ") > 1] == []
-
-
 # Patterns that stop a reader, and that a sentence of this project has no use for.
 PARTICIPLES = (
     "Accepted Called Checked Compared Counted Exchanged Expected Found Kept Listed Measured Named Printed Promised "
@@ -166,8 +160,10 @@ def beginnings(text: str) -> list[str]:
 
 @pytest.mark.parametrize("path", READ, ids=lambda path: path.relative_to(ROOT).as_posix())
 def test_nothing_stops_a_reader(path: Path) -> None:
+    """Three clauses around colons are three sentences, too."""
     text = path.read_text()
     assert stops(text) == [] and beginnings(text) == []
+    assert [said for said in sentences(text) if said.count(": ") > 1] == []
 
 
 def public_docstrings() -> Iterator[tuple[str, str]]:
