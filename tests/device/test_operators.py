@@ -102,22 +102,15 @@ def _reduce(
 F32, BF16 = torch.float32, torch.bfloat16
 
 
-def test_one_rank_casts_all_gradients_in_one_operation() -> None:
+@pytest.mark.parametrize("factor", [None, 3.0])
+def test_one_rank_casts_and_divides_all_gradients_in_one_operation_each(factor: float | None) -> None:
     dtypes = Dtypes(BF16, F32, F32, F32)
-    ((operators, nbytes, parts),) = pool(1, backend="nccl").run(_reduce, 1, BF16, dtypes, True, Controls())
-    assert operators == {"_foreach_copy_": 1}
-    assert nbytes == {"_foreach_copy_": 4 * NUMEL}
+    controls = Controls() if factor is None else Controls(divide_factor=factor)
+    ((operators, nbytes, parts),) = pool(1, backend="nccl").run(_reduce, 1, BF16, dtypes, True, controls)
+    assert operators == {"_foreach_copy_": 1, **({} if factor is None else {"div_": 1, "_to_copy": 1})}
+    assert factor is not None or nbytes == {"_foreach_copy_": 4 * NUMEL}
     for part, gradient in zip(parts, _gradients(0, BF16), strict=True):
-        assert part is not None and torch.equal(part, gradient.float())
-
-
-def test_one_rank_divides_all_gradients_in_one_operation() -> None:
-    dtypes = Dtypes(BF16, F32, F32, F32)
-    controls = Controls(divide_factor=3.0)
-    ((operators, _, parts),) = pool(1, backend="nccl").run(_reduce, 1, BF16, dtypes, True, controls)
-    assert operators == {"_foreach_copy_": 1, "div_": 1, "_to_copy": 1}
-    for part, gradient in zip(parts, _gradients(0, BF16), strict=True):
-        assert part is not None and torch.equal(part, (gradient / 3.0).float())
+        assert part is not None and torch.equal(part, (gradient / (factor or 1.0)).float())
 
 
 def test_one_rank_hands_over_what_needs_no_cast() -> None:

@@ -182,48 +182,46 @@ def record(files: list[str], *, gloo: bool = True) -> Path:
     """
     import torch
 
-    everything = not files
-    files = files or [path.relative_to(ROOT).as_posix() for path in behaviours.marked_files()]
+    run = files or [path.relative_to(ROOT).as_posix() for path in behaviours.marked_files()]
     with tempfile.TemporaryDirectory() as folder:
         events = Path(folder) / "events.jsonl"
-        _run_all(files, events)
+        _run_all(run, events)
         for world in (2, 1, 4) if gloo else ():
-            _run_all(files, events, ("--ranks=gloo", f"--world={world}"))
+            _run_all(run, events, ("--ranks=gloo", f"--world={world}"))
         new = _results(_events(events))
-    about, old = load(document())
     version, today = torch.__version__.split("+")[0], datetime.date.today().isoformat()
-    if not everything and about and about["torch"] != version:
-        raise RuntimeError(
-            f"the recorded results are torch {about['torch']}'s, and this is {version}; run all tests, without files"
-        )
     machine = f"CPU ({platform.machine()}), gloo, Python {platform.python_version()}"
-    kept = [] if everything else [result for result in old if (ROOT / result.test.split("::")[0]).exists()]
-    kept = [result for result in kept if result.test.split("::")[0] not in files]
-    return save({"torch": version, "date": today, "machine": machine}, merged(kept, new))
+    return save({"torch": version, "date": today, "machine": machine}, _with_kept(document(), version, files, new))
 
 
 def record_newest(files: list[str], python: Path) -> Path:
     """Run torch's half of the marked tests of `files` (none: of all) with the interpreter `python`, note what came of
     it as what the newest FSDP2 does, and return the dated document. Raises as `record` does."""
-    everything = not files
-    files = files or [path.relative_to(ROOT).as_posix() for path in behaviours.marked_files()]
+    run = files or [path.relative_to(ROOT).as_posix() for path in behaviours.marked_files()]
     facts = subprocess.run(
         [python, "-c", "import platform, torch; print(torch.__version__.split('+')[0], platform.python_version())"],
         capture_output=True, text=True, check=True, cwd=ROOT).stdout.split()  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
         events = Path(folder) / "events.jsonl"
-        _run_all(files, events, ("--record-torch-alone",), str(python))
+        _run_all(run, events, ("--record-torch-alone",), str(python))
         new = _results(_events(events))
-    about, old = load(newest_document())
-    if not everything and about and about["torch"] != facts[0]:
-        raise RuntimeError(
-            f"the recorded results are torch {about['torch']}'s, and this is {facts[0]}; run all tests, without files"
-        )
-    kept = [] if everything else [result for result in old if (ROOT / result.test.split("::")[0]).exists()]
-    kept = [result for result in kept if result.test.split("::")[0] not in files]
     machine = f"CPU ({platform.machine()}), gloo, Python {facts[1]}"
-    return save_newest({"torch": facts[0], "date": datetime.date.today().isoformat(), "machine": machine},
-                       merged(kept, new))  # fmt: skip
+    about = {"torch": facts[0], "date": datetime.date.today().isoformat(), "machine": machine}
+    return save_newest(about, _with_kept(newest_document(), facts[0], files, new))
+
+
+def _with_kept(path: Path | None, version: str, files: list[str], new: list[Result]) -> list[Result]:
+    """`new`, and of the document at `path` what is of other files than `files`; where these are all (none is named),
+    nothing."""
+    about, old = load(path)
+    if not files:
+        return merged([], new)
+    if about and about["torch"] != version:
+        raise RuntimeError(
+            f"the recorded results are torch {about['torch']}'s, and this is {version}; run all tests, without files"
+        )
+    there = ((result, result.test.split("::")[0]) for result in old)
+    return merged([result for result, file in there if (ROOT / file).exists() and file not in files], new)
 
 
 def _run_all(files: list[str], path: Path, options: tuple[str, ...] = (), python: str = sys.executable) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 import fullshard
 from fullshard import fully_shard
@@ -71,6 +72,15 @@ def optimizer(collect: Callable[[], None]) -> list[Tensor]:
     return _full(parameter for group in held.param_groups for parameter in group["params"]) + _full(other.parameters())
 
 
+def state_dict_of_an_optimizer(collect: Callable[[], None]) -> list[Tensor]:
+    held = torch.optim.AdamW(_model().parameters())
+    held.step()
+    state = held.state_dict()["state"]
+    del held
+    collect()
+    return _full(value for values in state.values() for value in values.values() if isinstance(value, DTensor))
+
+
 def one_model_after_another(collect: Callable[[], None]) -> list[Tensor]:
     """Values of each are gathered while the next one trains."""
     found: list[Tensor] = []
@@ -114,6 +124,7 @@ PROGRAMS = (
     parameters,
     gradients,
     optimizer,
+    state_dict_of_an_optimizer,
     one_model_after_another,
     after_a_failure,
 )
@@ -133,7 +144,8 @@ def _run(rank: int, program: Callable[[Callable[[], None]], list[Tensor]], colle
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
 def test_it_does_not_matter_which_rank_collects(program: Any) -> None:
-    found = [pool(2).run(_run, program, collects, timeout=20) for collects in (0, 1)]
+    """Neither rank does in the last run."""
+    found = [pool(2).run(_run, program, collects, timeout=20) for collects in (0, 1, -1)]
     expected = found[0][0]
     assert expected
     for ranks in found:

@@ -17,8 +17,7 @@ from fullshard.train.folder import CHECKPOINTS, Checkpoints
 from fullshard.train.loop import Outputs
 from fullshard.train.metrics import StepRecord
 from tests.harness.pool import pool
-from tests.procs.test_train_resume import FACTS
-from tests.procs.test_train_world import TINY, trainer_of
+from tests.procs.test_train_world import TINY, checkpoints_of, trainer_of
 
 STEPS = 7
 
@@ -41,8 +40,7 @@ def config_of(*overrides: str) -> Config:
 
 def parts_of(rank: int, config: Config, folder: str) -> tuple[Any, Checkpoints]:
     trainer = trainer_of(rank, config)
-    facts = dict(FACTS)
-    return trainer, Checkpoints(Path(folder), config.checkpoint, trainer.world, trainer.model, trainer.optimizer, facts)
+    return trainer, checkpoints_of(trainer, folder)
 
 
 def _best(rank: int, config: Config, folder: str) -> list[StepRecord]:

@@ -17,11 +17,11 @@ import torch
 
 from fullshard import checkpoint
 from fullshard.train.config import Config
-from fullshard.train.folder import CHECKPOINTS, Checkpoints
+from fullshard.train.folder import CHECKPOINTS
 from tests.harness.pool import pool
 from tests.procs.test_train_cli import BOUND, command, environment
-from tests.procs.test_train_resume import FACTS, config_of, ran, undisturbed
-from tests.procs.test_train_world import full, trainer_of
+from tests.procs.test_train_resume import config_of, ran, undisturbed
+from tests.procs.test_train_world import checkpoints_of, full, trainer_of
 
 STOPPED_AFTER = 13  # step 12 is before it, and step 6
 
@@ -87,8 +87,7 @@ def _resumed(rank: int, config: Config, folders: list[str]) -> list[tuple[int, l
     for folder in folders:
         trainer = trainer_of(rank, config)
         before = {name: full(p).clone() for name, p in trainer.model.named_parameters()}
-        parts = (trainer.world, trainer.model, trainer.optimizer, dict(FACTS))
-        checkpoints = Checkpoints(Path(folder), config.checkpoint, *parts)
+        checkpoints = checkpoints_of(trainer, folder)
         step, path = checkpoints.resume()
         now = {name: full(p) for name, p in trainer.model.named_parameters()}
         assert (path is None) is (step == 0)

@@ -9,12 +9,11 @@ import pytest
 import torch
 
 from fullshard.train.config import Config
-from fullshard.train.folder import Checkpoints
 from fullshard.train.loop import Outputs
 from fullshard.train.metrics import StepRecord
 from tests.harness.pool import pool
-from tests.procs.test_train_resume import FACTS, _figures, _Records
-from tests.procs.test_train_world import assert_equal, config_of, full, trainer_of
+from tests.procs.test_train_resume import _figures, _Records
+from tests.procs.test_train_world import assert_equal, checkpoints_of, config_of, full, state_of, trainer_of
 from tests.threads.test_micro_batches import Memory, allocator_raises, really
 
 
@@ -32,18 +31,14 @@ def ran(rank: int, config: Config, folder: str, limit: int, steps: int) -> Ran:
         Memory(trainer.model.layers[1], limit, "forward", really),
         Memory(trainer.model.layers[1], limit // 2, "backward", allocator_raises, after=2 * 4 + 2),
     ]
-    parts = (trainer.world, trainer.model, trainer.optimizer, dict(FACTS), trainer.micro)
-    checkpoints = Checkpoints(Path(folder), config.checkpoint, *parts)
+    checkpoints = checkpoints_of(trainer, folder, trainer.micro)
     after, _ = checkpoints.resume()
     outputs: Any = _Records(0, Path(folder))
     assert isinstance(outputs, Outputs)
     for step in range(after + 1, steps + 1):
         outputs.step(trainer.step(step))
     checkpoints.save(steps, wait=True)
-    tensors = {name: full(p).clone() for name, p in trainer.model.named_parameters()}
-    for name, parameter in trainer.model.named_parameters():
-        tensors |= {f"{name}.{key}": full(value).clone() for key, value in trainer.optimizer.state[parameter].items()}
-    return Ran(outputs.records, tensors, sum(memory.failures for memory in memories))
+    return Ran(outputs.records, state_of(trainer), sum(memory.failures for memory in memories))
 
 
 AUTO = ("training.micro_batch=auto", "training.global_batch=16", "training.steps=6", "metrics.eval_every=2")

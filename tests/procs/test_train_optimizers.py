@@ -10,12 +10,10 @@ import pytest
 import torch
 
 from fullshard.train.config import ConfigError, load_config
-from fullshard.train.folder import Checkpoints
 from fullshard.train.optimizers import parts_of
 from tests.harness.pool import pool
-from tests.procs.test_train_world import TINY, full, trainer_of
+from tests.procs.test_train_world import TINY, checkpoints_of, full, trainer_of
 
-FACTS = {"corpus_sha256": "x", "vocab": 259, "seed": 0}
 STEPS = 4
 CASES = {
     "muon": (),
@@ -29,9 +27,7 @@ def ran(rank: int, overrides: tuple[str, ...], folder: str, last: int) -> tuple[
     """Losses and what is left after step `last`: from the newest checkpoint in `folder`, with one at the end."""
     config = load_config(None, (*TINY, f"training.steps={STEPS}", "sharding.precision.reduce=float64", *overrides))
     trainer = trainer_of(rank, config)
-    checkpoints = Checkpoints(
-        Path(folder), config.checkpoint, trainer.world, trainer.model, trainer.optimizer, dict(FACTS)
-    )
+    checkpoints = checkpoints_of(trainer, folder)
     after, _ = checkpoints.resume()
     losses = [trainer.step(step).loss for step in range(after + 1, last + 1)]
     checkpoints.save(last, wait=True)

@@ -12,13 +12,11 @@ import torch
 from fullshard.checkpoint.formats.hf import read_safetensors
 from fullshard.cli import main
 from fullshard.train.config import load_config
-from fullshard.train.folder import Checkpoints
 from tests.harness import tolerance
 from tests.harness.models import Trained, assert_same_training, collect
 from tests.harness.pipelines import part_of
 from tests.harness.pool import pool
-from tests.procs.test_train_resume import FACTS
-from tests.procs.test_train_world import TINY, Run, figures, run_on, trained, trainer_of
+from tests.procs.test_train_world import TINY, Run, checkpoints_of, figures, run_on, trained, trainer_of
 
 UNTIED = ("model.tie_embeddings=false", "model.layers=4")
 TIED = ("model.tie_embeddings=true",)
@@ -73,8 +71,8 @@ def saved(rank: int, configs: list[Any], folder: str) -> list[Trained]:
     found = []
     for config in configs:
         trainer = trainer_of(rank, config)
-        keys, model, optimizer = config.checkpoint, trainer.model, trainer.optimizer
-        checkpoints = Checkpoints(Path(folder), keys, trainer.world, model, optimizer, dict(FACTS))
+        model, optimizer = trainer.model, trainer.optimizer
+        checkpoints = checkpoints_of(trainer, folder)
         after, _ = checkpoints.resume()
         found.append(collect(model, optimizer))
         trainer.step(after + 1)

@@ -24,7 +24,6 @@ from fullshard.train.config import Config, ConfigError, load_config
 from fullshard.train.console import Console
 from fullshard.train.folder import (
     CHECKPOINTS,
-    Checkpoints,
     check_resumable,
     close_manifest,
     forget_steps_after,
@@ -40,10 +39,9 @@ from fullshard.train.process import Stopped, noting_stops
 from tests.harness import tolerance
 from tests.harness.pool import pool
 from tests.procs.test_train_cli import children_of, command, environment, linux_only, metrics_of
-from tests.procs.test_train_world import TINY, full, trainer_of
+from tests.procs.test_train_world import TINY, checkpoints_of, full, state_of, trainer_of
 
 STEPS = 20
-FACTS = {"corpus_sha256": "x", "vocab": 259, "seed": 0}
 
 
 class Ran(NamedTuple):
@@ -65,9 +63,7 @@ def config_of(*overrides: str) -> Config:
 def ran(rank: int, config: Config, folder: str, stop_at: int = 0, stop_rank: int = 0) -> Ran:
     """A run in this process, from its newest checkpoint to the end; told to stop on one rank during step `stop_at`."""
     trainer = trainer_of(rank, config)
-    checkpoints = Checkpoints(
-        Path(folder), config.checkpoint, trainer.world, trainer.model, trainer.optimizer, dict(FACTS)
-    )
+    checkpoints = checkpoints_of(trainer, folder)
     after, _ = checkpoints.resume()
     records = _Records(stop_at if rank == stop_rank else 0, Path(folder) / CHECKPOINTS)
     stopped = 0
@@ -78,10 +74,7 @@ def ran(rank: int, config: Config, folder: str, stop_at: int = 0, stop_rank: int
             trainer.run(records, checkpoints, after=after)
     except Stopped as stop:
         stopped = stop.step
-    tensors = {name: full(p).clone() for name, p in trainer.model.named_parameters()}
-    for name, parameter in trainer.model.named_parameters():
-        tensors |= {f"{name}.{key}": full(value).clone() for key, value in trainer.optimizer.state[parameter].items()}
-    return Ran([_figures(record) for record in records.records], tensors, stopped, records.most)
+    return Ran([_figures(record) for record in records.records], state_of(trainer), stopped, records.most)
 
 
 class _Records(Outputs):
@@ -169,14 +162,8 @@ def test_it_goes_on_with_another_number_of_processes(world: int, then: int, tmp_
 
 def _loaded(rank: int, config: Config, path: str) -> dict[str, torch.Tensor]:
     trainer = trainer_of(rank, config)
-    checkpoints = Checkpoints(
-        Path(path).parents[1], config.checkpoint, trainer.world, trainer.model, trainer.optimizer, dict(FACTS)
-    )
-    assert checkpoints.load(Path(path)) == 7
-    tensors = {name: full(p).clone() for name, p in trainer.model.named_parameters()}
-    for name, parameter in trainer.model.named_parameters():
-        tensors |= {f"{name}.{key}": full(value).clone() for key, value in trainer.optimizer.state[parameter].items()}
-    return tensors
+    assert checkpoints_of(trainer, Path(path).parents[1]).load(Path(path)) == 7
+    return state_of(trainer)
 
 
 @pytest.mark.slow
@@ -213,8 +200,7 @@ def test_old_checkpoints_go_and_the_last_is_kept(asynchronous: str, tmp_path: Pa
 def _refuses(rank: int, config: Config, folder: str) -> str:
     trainer = trainer_of(rank, config)
     before = {name: full(p).clone() for name, p in trainer.model.named_parameters()}
-    facts = {**FACTS, "corpus_sha256": "another"}
-    checkpoints = Checkpoints(Path(folder), config.checkpoint, trainer.world, trainer.model, trainer.optimizer, facts)
+    checkpoints = checkpoints_of(trainer, folder, corpus_sha256="another")
     newest = checkpoints.newest()
     assert newest is not None
     try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -13,6 +14,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from fullshard.train.config import Config, load_config
 from fullshard.train.data import ByteTokenizer, read_corpus, tokenize
+from fullshard.train.folder import Checkpoints
 from fullshard.train.loop import Trainer
 from fullshard.train.metrics import StepRecord
 from fullshard.train.model import Llama, llama_shape, sharded_model
@@ -94,6 +96,24 @@ def trained(rank: int, config: Config, sign: float = 0.0, divisor: float = 0.0) 
             moments[f"{name}.{key}"] = full(state[key])
     parameters = {name: full(p) for name, p in trainer.model.named_parameters()}
     return Run(records, initial, parameters, moments, steps_done, terms)
+
+
+# What a checkpoint knows of the run that it is of.
+FACTS = {"corpus_sha256": "x", "vocab": 259, "seed": 0}
+
+
+def checkpoints_of(trainer: Trainer, folder: Path | str, *micro: Any, **facts: str) -> Checkpoints:
+    """The checkpoints of a run in `folder`; `facts`: those in which it is another run."""
+    keys = trainer.config.checkpoint
+    return Checkpoints(Path(folder), keys, trainer.world, trainer.model, trainer.optimizer, FACTS | facts, *micro)
+
+
+def state_of(trainer: Trainer) -> dict[str, torch.Tensor]:
+    """Copies of parameters, and of the optimizer's state by "<parameter>.<key>", full."""
+    tensors = {name: full(p).clone() for name, p in trainer.model.named_parameters()}
+    for name, parameter in trainer.model.named_parameters():
+        tensors |= {f"{name}.{key}": full(value).clone() for key, value in trainer.optimizer.state[parameter].items()}
+    return tensors
 
 
 def full(tensor: torch.Tensor) -> torch.Tensor:

@@ -240,15 +240,6 @@ def test_stages_have_tensors_of_their_own_by_rules() -> None:
     assert len(written(plan, held)["stage1"]) == 2
 
 
-def test_a_mesh_of_each_replica_is_one_rule() -> None:
-    """`fully_shard` on one axis of a larger mesh: ranks know their own part of it."""
-    held = []
-    for rank in range(4):
-        rule = rule_of((2,), (rank // 2 * 2, rank // 2 * 2 + 1), [Cut(0)])
-        held.append([Own(("w",), "float32", (4,), rule.box((4,), rank % 2), rule, None)])
-    assert merged(held).entries["w"].rule == Rule((2,), (Cut(0),), (0, 1, 2, 3))
-
-
 def test_a_tensor_on_a_mesh_of_other_ranks_is_declared_by_all_alike() -> None:
     rule = rule_of((2,), (1, 2), [Cut(0)])
     held = [

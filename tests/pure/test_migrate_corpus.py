@@ -53,12 +53,27 @@ def _value(config: ShardingConfig, name: str) -> Any:
 
 @pytest.mark.parametrize("name", ALL)
 def test_a_configuration_becomes_these_settings(name: str, here: Path) -> None:
+    """Each setting that a finding names is in the result with that value, and each that is there has its key; the
+    trainer has the settings that it claims, with their values."""
     each = ALL[name]
-    found = convert_file(_write(here, each))
+    path = _write(here, each)
+    found = convert_file(path)
     assert found.format.name == each.format
     assert changed(found.config) == each.settings
     assert {f.key for f in found.findings if f.verdict not in GOOD} == {*each.lost}
     assert read_config(tomllib.loads(to_toml(found.config, only_changes=True))) == found.config
+    for finding in found.findings:
+        for setting, value in found.settings.items():
+            if f"{setting} = " in finding.setting:
+                assert f"{setting} = {json.dumps(value)}" in finding.setting, finding
+                assert _value(found.config, setting) == value, finding
+    said = claims(found)
+    assert not {*changed(found.config)} - {*said}
+    assert {*said} <= {*found.settings}
+    taken = take(path)
+    config = load_config(None, (), taken.settings)
+    for key, value in taken.settings.items():
+        assert value_of(config, key) == value
 
 
 def test_there_are_enough_of_each_library() -> None:
@@ -76,21 +91,6 @@ def claims(found: Conversion) -> dict[str, list[str]]:
             if name in key_names():
                 said.setdefault(name, []).append(f"{finding.key} = {value}")
     return said
-
-
-@pytest.mark.parametrize("name", ALL)
-def test_the_report_is_what_is_in_the_result(name: str, here: Path) -> None:
-    """Each setting that a finding names is in the result with that value, and each that is there has its key."""
-    found = convert_file(_write(here, ALL[name]))
-    for finding in found.findings:
-        for setting, value in found.settings.items():
-            if f"{setting} = " in finding.setting:
-                assert f"{setting} = {json.dumps(value)}" in finding.setting, finding
-                wanted = _value(found.config, setting)
-                assert wanted == value, finding
-    said = claims(found)
-    assert not {*changed(found.config)} - {*said}
-    assert {*said} <= {*found.settings}
 
 
 # One run in several dialects. What is not about sharding differs, as it does there.
@@ -259,15 +259,6 @@ def test_a_subject_has_one_verdict_whatever_names_it(subject: str, here: Path) -
         found = convert_file(here / f"{number}{file}")
         verdicts[f"{number} {key}"] = next(f.verdict for f in found.findings if f.key == key)
     assert len({*verdicts.values()}) == 1, verdicts
-
-
-@pytest.mark.parametrize("name", ALL)
-def test_the_trainer_takes_each(name: str, here: Path) -> None:
-    """`fullshard train --from`: every setting that it claims is one of its own, with that value."""
-    taken = take(_write(here, ALL[name]))
-    config = load_config(None, (), taken.settings)
-    for key, value in taken.settings.items():
-        assert value_of(config, key) == value
 
 
 def test_whole_files_name_what_is_not_about_sharding_once(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
