@@ -1,4 +1,4 @@
-"""`weights` and `transfer` over gloo: real messages, a rank that dies or raises in the middle, a slow consumer."""
+"""`weights` and `transfer` over gloo: real messages, a rank that dies or raises in a transfer, a slow consumer."""
 
 from __future__ import annotations
 
@@ -18,8 +18,6 @@ from fullshard.comm import exchange
 from tests.harness.forked import run_forks
 from tests.harness.killed import DONE, run_killed
 from tests.harness.models import seeded
-from tests.threads.test_transfer import LAYOUTS, assert_moved, laid_out, values
-from tests.threads.test_transfer import _model as _laid_out_model
 from tests.threads.test_weights import plain, sharded
 
 pytestmark = pytest.mark.hang_after(120)
@@ -27,39 +25,6 @@ pytestmark = pytest.mark.hang_after(120)
 
 def _model(seed: int = 0) -> Any:
     return seeded(lambda: nn.Sequential(*(nn.Linear(40, 40) for _ in range(4))), seed)
-
-
-def test_layouts_over_gloo() -> None:
-    """A few at random: the threads tier has all."""
-    full = values()
-    nothing = {name: torch.zeros_like(tensor) for name, tensor in full.items()}
-    pairs = [("fsdp 4", "tp on 1, 2, 3"), ("hsdp", "some"), ("pipeline", "both"), ("fsdp on 2, 3", "fsdp 2")]
-
-    def rank_main(rank: int) -> None:
-        for of, to in pairs:
-            assert of in LAYOUTS
-            target = laid_out(to, rank, nothing)
-            move = transfer(laid_out(of, rank, full), target, limit_nbytes=64)
-            for _ in range(2):
-                move.run()
-            assert_moved(target, laid_out(to, rank, full))
-
-    run_forks(4, rank_main, (), 60.0)
-
-
-@pytest.mark.sample(1)
-@pytest.mark.parametrize(("of", "to"), [("hsdp", "fsdp"), ("fsdp", "hsdp")])
-def test_a_state_dict_of_another_layout_over_gloo(of: str, to: str) -> None:
-    """From replicas one rank of each pair has all that it needs: it moves nothing, and the others wait for it."""
-
-    def rank_main(rank: int) -> None:
-        model: Any = _laid_out_model(to, 1)
-        model.load_state_dict(_laid_out_model(of, 0).state_dict())
-        for name, tensor in model.state_dict().items():
-            found = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-            assert torch.equal(found, plain()[name]), name
-
-    run_forks(4, rank_main, (), 60.0)
 
 
 def test_weights_over_gloo_with_a_slow_consumer() -> None:
@@ -81,23 +46,6 @@ def test_weights_over_gloo_with_a_slow_consumer() -> None:
 
     first, *others = run_forks(3, rank_main, (), 60.0)
     assert all(other >= first for other in others), "a rank left the loop before the slow one"
-
-
-def test_a_rank_that_raises_in_the_loop_is_named_by_the_others() -> None:
-    def rank_main(rank: int) -> str:
-        model = sharded(rank)
-        try:
-            for number, _ in enumerate(weights(model, bucket_nbytes=1)):
-                if number == 1 and rank == 2:
-                    raise KeyError("the engine is gone")
-        except (RuntimeError, KeyError) as error:
-            found = str(error)
-        assert len(dict(weights(model).tensors())) == len(plain())  # they meet again
-        return found
-
-    one, two, own = run_forks(3, rank_main, (), 60.0)
-    assert own == "'the engine is gone'"
-    assert one == two and "found that rank 2 left it or raised at an earlier one" in one
 
 
 def _dies(group: Any, message: Any, peer: int) -> Any:
