@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from fullshard import checkpoint, fully_shard
-from tests.harness.fates import Told, run_fates
+from tests.harness.fates import run_fates
 
 SECONDS = 5.0
 
@@ -32,91 +32,71 @@ def wait_here(seconds: float) -> None:
     time.sleep(seconds)
 
 
-def _kill(_: Path) -> None:
+def _kill(_: int) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _stop(_: Path) -> None:
+def _stop(_: int) -> None:
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
-def _raise(_: Path) -> None:
+def _raise(_: int) -> None:
     raise ValueError("a bad token")
 
 
-def _return(_: Path) -> None:
-    raise SystemExit(0)
-
-
-def _be_elsewhere(_: Path) -> None:
-    wait_here(30)
-
-
-DEEDS: dict[str, Callable[[Path], None]] = {
-    "killed": _kill,
-    "stopped": _stop,
-    "raised": _raise,
-    "ended": _return,
-    "absent": _be_elsewhere,
-}
-WORDS = {
-    "killed": "rank 1 gave no sign of life since its process has ended",
-    "stopped": "rank 1 gave no sign of life for 2 s: it is stopped",
-    "raised": "rank 1 ended: its process ended with ValueError: a bad token",
-    "ended": "rank 1 ended: its process ended",
-    "absent": "in wait_here",
+# What rank 1 does instead, and what the others say. More of them, and loads: tests/faults/table/checkpoints.py.
+DEEDS: dict[str, tuple[Callable[[int], None], str]] = {
+    "killed": (_kill, "rank 1 gave no sign of life since its process has ended"),
+    "stopped": (_stop, "rank 1 gave no sign of life for 2 s: it is stopped"),
+    "raised": (_raise, "rank 1 ended: its process ended with ValueError: a bad token"),
+    "absent": (wait_here, "in wait_here"),
 }
 
 
-def _saving(rank: int, folder: Path, deed: str, before: bool, how: str) -> None:
+def _saving(rank: int, folder: Path, deed: str, before: bool, in_background: bool) -> None:
     if before:
         checkpoint.save(state(), checkpoint_id=folder / "first")
     else:
         # Whoever trains has a record; one that never began is named without a place.
         fully_shard(nn.Linear(2, 2))
     if rank == 1:
-        DEEDS[deed](folder)
-        return
-    if how == "save":
-        checkpoint.save(state(), checkpoint_id=folder / "second")
-    elif how == "load":
-        checkpoint.load(state(), checkpoint_id=folder / "first")
-    else:
+        DEEDS[deed][0](30)
+    elif in_background:
         checkpoint.async_save(state(), checkpoint_id=folder / "second").result()
+    else:
+        checkpoint.save(state(), checkpoint_id=folder / "second")
 
 
-def _named(told: Told, deed: str) -> None:
-    assert told.kinds[0] == "CheckpointError", (told.text, told.output)
-    assert WORDS[deed] in told.text and "PeerFailed" in told.text, told.text
-
-
-# In `make test`; the others take their time.
-FAST = {("killed", True), ("raised", False), ("stopped", True), ("absent", False)}
-FATES = [
-    pytest.param(deed, before, marks=() if (deed, before) in FAST else pytest.mark.slow)
-    for deed in DEEDS
-    for before in (False, True)
-]
-
-
-@pytest.mark.sample(1)
-@pytest.mark.parametrize(("deed", "before"), FATES)
-def test_a_save_names_who_does_not_come(deed: str, before: bool, tmp_path: Path) -> None:
+@pytest.mark.sample(2)
+@pytest.mark.parametrize(
+    ("deed", "before", "in_background"),
+    [
+        ("killed", True, False),
+        ("killed", True, True),
+        ("raised", False, False),
+        ("stopped", True, False),
+        ("absent", False, False),
+    ],
+)
+def test_a_save_names_who_does_not_come(deed: str, before: bool, in_background: bool, tmp_path: Path) -> None:
     limit = 3.0 if deed == "absent" else 30.0
     environment = {"FULLSHARD_SILENCE": "2"} if deed == "stopped" else {}
     told = run_fates(
-        2, _saving, tmp_path, deed, before, "save", limit=limit, environment=environment, timeout=12, lost=(1,)
+        3 if in_background else 2,
+        _saving,
+        tmp_path,
+        deed,
+        before,
+        in_background,
+        limit=limit,
+        environment=environment,
+        timeout=12,
+        lost=(1,),
     )
-    _named(told[0], deed)
-    assert told[0].seconds < (9.0 if deed in ("absent", "stopped") else SECONDS), told[0].seconds
-
-
-@pytest.mark.parametrize("how", [pytest.param("load", marks=pytest.mark.slow), "async"])
-def test_so_does_a_load_and_a_save_in_the_background(how: str, tmp_path: Path) -> None:
-    told = run_fates(3, _saving, tmp_path, "killed", True, how, timeout=12, lost=(1,))
-    for rank in (0, 2):
-        _named(told[rank], "killed")
-        assert told[rank].seconds < SECONDS + 2
+    for one in (told[0], *told[2:]):
+        assert one.kinds[0] == "CheckpointError", (one.text, one.output)
+        assert DEEDS[deed][1] in one.text and "PeerFailed" in one.text, one.text
+        assert one.seconds < (9.0 if deed in ("absent", "stopped") else SECONDS + 2 * in_background), one.seconds
 
 
 def _build() -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -125,46 +105,29 @@ def _build() -> tuple[nn.Module, torch.optim.Optimizer]:
     return model, torch.optim.SGD(model.parameters(), lr=0.1)
 
 
-def _apart(rank: int, folder: Path, deed: str) -> None:
-    """Each of two ranks makes a call that the other does not make, and trains on."""
+def _apart(rank: int, folder: Path, alone: bool) -> None:
+    """Rank 0 alone saves, or each saves another step; and they train on."""
     model, optimizer = _build()
     for _ in range(2):
         model(torch.ones(2, 4)).sum().backward()
         optimizer.step()
-    if deed == "save of one":
-        if rank == 0:
-            checkpoint.save({"n": 1}, checkpoint_id=folder / "c")
-    elif deed == "load of one":
-        if rank == 1:
-            checkpoint.load({"n": 1}, checkpoint_id=folder / "c")
-    elif deed == "save and load":
-        if rank == 0:
-            checkpoint.save({"n": 1}, checkpoint_id=folder / "c")
-        else:
-            checkpoint.load({"n": 1}, checkpoint_id=folder / "c")
-    elif deed == "another step":
+    if rank == 0 or not alone:
         checkpoint.save({"n": 1}, checkpoint_id=folder / f"step-{rank + 3}")
     model(torch.ones(2, 4)).sum().backward()
 
 
-SLOW = ("load of one", "save and load")
-APART = {
-    "save of one": ["rank 0 waiting in saving", "about to gather the parameters of"],
-    "load of one": ["rank 1 waiting in loading", "about to gather the parameters of"],
-    "save and load": ["rank 0 saving c", "rank 1 loading c"],
-    "another step": ["rank 0 saving step-3", "rank 1 saving step-4"],
-}
-
-
-@pytest.mark.sample(1)
 @pytest.mark.parametrize(
-    "deed", ["save of one", "another step", *(pytest.param(one, marks=pytest.mark.slow) for one in SLOW)]
+    ("alone", "words"),
+    [
+        (True, ["rank 0 waiting in saving", "about to gather the parameters of"]),
+        (False, ["rank 0 saving step-3", "rank 1 saving step-4"]),
+    ],
 )
-def test_ranks_at_other_calls_are_named(deed: str, tmp_path: Path) -> None:
-    told = run_fates(2, _apart, tmp_path, deed, timeout=15)
+def test_ranks_at_other_calls_are_named(alone: bool, words: list[str], tmp_path: Path) -> None:
+    told = run_fates(2, _apart, tmp_path, alone, timeout=15)
     for one in told:
         assert one.kinds[0] in ("CheckpointError", "RanksDisagree"), (one.text, one.output)
-        assert all(word in one.text for word in APART[deed]), one.text
+        assert all(word in one.text for word in words), one.text
         assert one.seconds < SECONDS + 2
     assert "CheckpointError" in {one.kinds[0] for one in told}
 
