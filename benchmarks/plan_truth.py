@@ -46,7 +46,7 @@ from fullshard.plan import Plan, Planner, Strategy, find_hardware
 from fullshard.plan.facts import describe, measured_cpu
 from fullshard.plan.search import Describe
 from fullshard.plan.tape import note
-from fullshard.program import Program
+from fullshard.program import Program, shard_blocks
 from fullshard.train import shapes
 from fullshard.train.model import Llama, LlamaShape
 
@@ -59,11 +59,12 @@ _GIB = float(1 << 30)
 
 
 class Compared(NamedTuple):
-    """A published line, the half that it is in, and its plan."""
+    """A published line, the half that it is in, its plan, and what FSDP2 would reserve, where that was published."""
 
     run: dict[str, Any]
     half: str
     plan: Plan
+    reserved: float = 0.0
 
     @property
     def speed(self) -> float:
@@ -79,8 +80,7 @@ class Compared(NamedTuple):
     @property
     def memory_gib(self) -> float:
         """What is counted, where active memory is stated; else what FSDP2 would reserve."""
-        counted = "active_gib" in self.run
-        return (self.plan.simulated.peak.total if counted else reserved_nbytes(self.plan)) / _GIB
+        return (self.reserved or self.plan.simulated.peak.total) / _GIB
 
     @property
     def memory_error(self) -> float | None:
@@ -169,11 +169,13 @@ def planner_of(run: dict[str, Any]) -> Planner:
     """One for each model and length: a model is described once."""
     model, length = run["model"], run["sequence"]
     plan = parallelism_of(run)
-    key = (model, length, plan, run.get("loss", ""))
+    key = (model, length, plan, run.get("loss", "") + " apart" * run.get("apart", False))
     if key not in _planners:
         part = program_of(model, length // plan.context_parallel_degree)
         if "loss" in run:
             part = replace(part, loss=partial(_loss_of_own_dtype, held=[] if "held" in run["loss"] else None))
+        if run.get("apart"):
+            part = replace(part, shard=_with_ends_apart)
         if plan.beyond_data:
             shared = plan.tensor_parallel_degree * plan.context_parallel_degree
             shared = run["devices"] if plan.expert_parallel_degree > 1 else shared
@@ -235,6 +237,13 @@ def _loss_of_own_dtype(model: Any, batch: Any, *, held: list[Any] | None) -> tor
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
+def _with_ends_apart(model: Any, fully_shard: Any) -> None:
+    """Embedding and head are units of their own."""
+    for module in (model.embedding, model.output):
+        fully_shard(module)
+    shard_blocks(model, fully_shard)
+
+
 def has_axes(run: dict[str, Any]) -> bool:
     """Whether a run belongs to a table over degrees of TP, CP or EP."""
     return any(axis in run for axis in ("tensor", "context", "experts"))
@@ -248,10 +257,14 @@ def compared(*, axes: bool) -> Iterator[Compared]:
 
 
 def planned(run: dict[str, Any], half: str) -> Compared:
-    plan = planner_of(run).estimate(strategy_of(run))
+    planner, strategy = planner_of(run), strategy_of(run)
+    plan = planner.estimate(strategy)
     if run.get("in_place") and run["accumulate"] > 1:
         plan = with_sums_in_place(plan)
-    return Compared(run, half, plan)
+    if "reserved_gib" not in run:
+        return Compared(run, half, plan)
+    model = planner.model(strategy.micro, strategy.computed, recompute=strategy.recompute)
+    return Compared(run, half, plan, reserved_nbytes(plan, model))
 
 
 def padded(rows: list[Compared]) -> list[str]:
