@@ -64,7 +64,14 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
 
 
 def _members(found: nn.Module) -> list[nn.Module]:
-    return [child for child in found.children() if next(child.parameters(), None) is not None]
+    """Those with parameters. Of a list in a list, its members: a list has no forward."""
+    members: list[nn.Module] = []
+    for child in found.children():
+        if isinstance(child, nn.ModuleList | nn.ModuleDict):
+            members += _members(child)
+        elif next(child.parameters(), None) is not None:
+            members.append(child)
+    return members
 
 
 def _are_blocks(members: list[nn.Module]) -> bool:

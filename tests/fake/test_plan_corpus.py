@@ -28,6 +28,21 @@ LIBRARY, ACTIVATIONS = 0.02, 0.05
 @pytest.mark.sample(1, full=60)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_bytes_of_tiny_models_are_what_is_counted(name: str) -> None:
+    _expect_counted(name)
+
+
+def test_parameters_without_a_gradient_have_no_state() -> None:
+    """Those of Longformer's attention over the whole sequence, where no token of the batch asks for it. Its forward
+    asks which rows of a mask it has written to."""
+    held, counted = _expect_counted("longformer")
+    assert held == counted
+    described = describe(corpus_model("longformer", tiny=True).program(2), "longformer")
+    left = {p.name.split(".")[-2] for unit in described.units for p in unit.parameters if not p.is_stepped}
+    assert left == {"query_global", "key_global", "value_global"}
+
+
+def _expect_counted(name: str) -> tuple[float, int]:
+    """Returns what is held at rest, planned and counted."""
     model, strategy = corpus_model(name, tiny=True), Strategy(ranks=2, backend="fake")
     counted, simulation = count(model, strategy, 4), predict(model, strategy, 4)
     kept = sum(nbytes for (_, what), nbytes in simulation.bytes.there.items() if what.startswith("kept from"))
@@ -38,6 +53,7 @@ def test_bytes_of_tiny_models_are_what_is_counted(name: str) -> None:
     assert abs(held - sum(counted[:3])) <= LIBRARY * held
     allowed = LIBRARY * (peak - activations) + ACTIVATIONS * activations
     assert abs(simulation.found.peak.total - peak) <= allowed, f"{peak:,}, {simulation.found.peak.total:,.0f}"
+    return held, sum(counted[:3])
 
 
 @pytest.mark.sample(1)
@@ -68,9 +84,10 @@ def test_defaults_are_planned_and_sharded_by_their_default_units(name: str) -> N
     assert len(units) == len(described.units), "one rule for plan and for sharding"
 
 
-@pytest.mark.parametrize("name", ["mamba", "convnext", "bert", "swin"])
+@pytest.mark.parametrize("name", ["mamba", "convnext", "bert", "swin", "funnel"])
 def test_prepare_chooses_the_blocks_that_plans_choose(name: str) -> None:
-    """Mamba and ConvNeXt name a class, and one inside of it. Beside blocks, prepare makes units of the ends."""
+    """Mamba and ConvNeXt name a class, and one inside of it. Funnel has lists of blocks in a list. Beside blocks,
+    prepare makes units of the ends."""
     found = []
     for default in (True, False):
         with fake_world(2):

@@ -97,6 +97,8 @@ FAMILIES: dict[str, Family] = {
     "olmo2": Family(_DECODER),
     "stablelm": Family(_DECODER),
     "starcoder2": Family(_DECODER),
+    "gpt_bigcode": Family(_DECODER, small=dict(n_positions=64)),
+    "smollm3": Family(_DECODER),
     "cohere": Family(_DECODER),
     "granite": Family(_DECODER),
     "mpt": Family(_DECODER, small=dict(n_heads=4, n_layers=3, max_seq_len=64)),
@@ -107,10 +109,20 @@ FAMILIES: dict[str, Family] = {
     "olmoe": Family(_DECODER),
     "granitemoe": Family(_DECODER),
     "gpt_oss": Family(_DECODER, small=dict(layer_types=["sliding_attention", "full_attention", "full_attention"])),
+    "llama4_text": Family(_DECODER),
+    "phimoe": Family(_DECODER),
     # State spaces and other recurrences. Without kernels of their own they are a loop over tokens.
     "mamba": Family(_DECODER, small=dict(state_size=8, expand=2, time_step_rank=4), length=64),
     "mamba2": Family(_DECODER, small=dict(state_size=8, num_heads=8, head_dim=16, n_groups=1, chunk_size=16)),
     "falcon_mamba": Family(_DECODER, small=dict(state_size=8, expand=2, time_step_rank=4), length=64),
+    "bamba": Family(
+        _DECODER,
+        small=dict(attn_layer_indices=[1], mamba_n_heads=8, mamba_d_head=16, mamba_d_state=8, mamba_chunk_size=16),
+    ),
+    "qwen3_next": Family(
+        _DECODER, small=dict(layer_types=["linear_attention", "full_attention", "linear_attention"]), length=64
+    ),
+    "lfm2": Family(_DECODER, small=dict(layer_types=["conv", "full_attention", "conv"])),
     "rwkv": Family(_DECODER, small=dict(attention_hidden_size=64, context_length=64), length=64),
     # Text, in both directions.
     "bert": Family(_MASKED),
@@ -120,11 +132,18 @@ FAMILIES: dict[str, Family] = {
     "albert": Family(_MASKED, small=dict(embedding_size=32)),
     "deberta-v2": Family(_MASKED),
     "modernbert": Family(_MASKED, small=dict(global_attn_every_n_layers=2, local_attention=16)),
+    "longformer": Family(_MASKED, small=dict(attention_window=16, max_position_embeddings=80)),
+    "funnel": Family(_MASKED, small=dict(block_sizes=[1, 1, 1], d_head=16, d_inner=128)),
     # From text to text.
     "t5": Family(_PAIR, "pair", given=dict(decoder_start_token_id=0)),
     "bart": Family(_PAIR, "pair"),
     "marian": Family(_PAIR, "pair", small=dict(decoder_vocab_size=96, decoder_start_token_id=0)),
     "pegasus": Family(_PAIR, "pair"),
+    "led": Family(
+        _PAIR,
+        "pair",
+        small=dict(attention_window=16, max_encoder_position_embeddings=64, max_decoder_position_embeddings=64),
+    ),
     # Images.
     "vit": Family(_IMAGE, "image", small=_images()),
     "vit_msn": Family(_IMAGE, "image", small=_images()),
@@ -146,10 +165,19 @@ FAMILIES: dict[str, Family] = {
     ),
     "segformer": Family(_IMAGE, "image", small=dict(hidden_sizes=[8, 16, 16, 32], depths=[1, 1, 1, 1])),
     "poolformer": Family(_IMAGE, "image", small=dict(hidden_sizes=[8, 16, 16, 32], depths=[1, 2, 1, 1])),
+    "mobilenet_v2": Family(_IMAGE, "image", small=dict(image_size=32, depth_multiplier=0.35)),
+    "focalnet": Family(
+        _IMAGE,
+        "image",
+        small=dict(
+            image_size=32, embed_dim=16, hidden_sizes=[16, 32], depths=[1, 2], focal_levels=[2, 2], focal_windows=[3, 3]
+        ),
+    ),
     # Speech.
     "wav2vec2": Family(_CTC, "speech", given=_STILL, small=_SPEECH),
     "hubert": Family(_CTC, "speech", given=_STILL, small=_SPEECH),
     "wavlm": Family(_CTC, "speech", given=_STILL, small=_SPEECH),
+    "sew": Family(_CTC, "speech", given=_STILL, small={**_SPEECH, "squeeze_factor": 2}),
     "audio-spectrogram-transformer": Family(
         "AutoModelForAudioClassification", "spectrogram", small=dict(max_length=32, num_mel_bins=32, patch_size=8)
     ),

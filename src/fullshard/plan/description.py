@@ -80,7 +80,8 @@ _VOCABULARY = 32_768
 class Parameter:
     """`name`: in the model. `dtype`: of storage. `placed`: the dim it is cut along. `place`: in the order of
     `model.parameters()`. `kept`: it computes in its own dtype, whatever the strategy says.
-    `shards`: over how many ranks it is cut, where that is not the strategy's number: experts; 0: the strategy's."""
+    `shards`: over how many ranks it is cut, where that is not the strategy's number: experts; 0: the strategy's.
+    `reached`: the step that was recorded gives it a gradient; optimizers have no state for others."""
 
     name: str
     shape: tuple[int, ...]
@@ -90,6 +91,12 @@ class Parameter:
     place: int = 0
     kept: bool = False
     shards: int = 0
+    reached: bool = True
+
+    @property
+    def is_stepped(self) -> bool:
+        """Whether an optimizer steps it."""
+        return self.trainable and self.reached
 
     @property
     def numel(self) -> int:

@@ -207,11 +207,15 @@ def _describe(
             on_cpu=on_cpu,
             shards={id(new): by_id[old] for old, new in parameters},
         )
+        reached = {dotted for dotted, p in model.named_parameters() if p.grad is not None}
     except ProgramError:
         raise
     except Exception as error:
         raise ProgramError(f"{name}: a step on the meta device raised {_line(error)}") from error
     samples_there, tokens = _sizes(batch)
+    shapes = tuple(
+        replace(u, parameters=tuple(replace(p, reached=p.name in reached) for p in u.parameters)) for u in shapes
+    )
     return Model(
         name,
         shapes,

@@ -21,7 +21,7 @@ def owners_step(units: Iterable[Unit], ranks: int) -> OwnersStep:
     matrices = [
         _matrix(parameter, ranks)
         for parameter in sorted((p for unit in units for p in unit.shape.parameters), key=lambda one: one.place)
-        if parameter.trainable and parameter.is_matrix
+        if parameter.is_stepped and parameter.is_matrix
     ]
     if ranks == 1 or not matrices:
         flops = sum(newton_schulz_flops(one.shape) for one in matrices)

@@ -511,36 +511,36 @@ def assumptions(plan: Plan) -> tuple[str, ...]:
         f"hardware {hw.name}: {hw.flops2 / 1e12:.0f} TFLOP/s in 16 bits and {hw.flops4 / 1e12:.3g} in float32, "
         f"of which matrix products reach {hw.matmul:.0%} and attention {hw.attention:.0%}; "
         f"{hw.bandwidth / 1e9:.0f} GB/s of memory, of which other kernels reach {hw.stream:.0%}",
-        "every operation outside of matrix products reads its inputs from and writes its results to device "
-        "memory once: "
-        "eager kernels, nothing is fused",
+        "every operation outside of matrix products reads its inputs from and writes its results to device memory "
+        "once: eager kernels, nothing is fused",
         "attention is a fused kernel, which holds no scores; other operations hold what they hold on a CPU, workspaces "
         "of libraries are not counted",
-        f"messages: {hw.intra_node / 1e9:.0f} GB/s inside of a node of {hw.node}, {hw.inter_node / 1e9:.0f} "
-        f"GB/s per device "
-        f"between nodes, of which a ring has those of all devices that it passes in a node, "
-        f"{hw.latency * 1e6:.0f} us each and {hw.hop * 1e6:.0f} us more for each node; one at a time on "
-        f"each axis; compute is {hw.contention:.0%} slower beside them",
+        f"messages: {hw.intra_node / 1e9:.0f} GB/s inside of a node of {hw.node}, {hw.inter_node / 1e9:.0f} GB/s per "
+        f"device between nodes, of which a ring has all, {hw.latency * 1e6:.0f} us each and {hw.hop * 1e6:.0f} "
+        f"us more for each node; one at a time on each axis; compute is {hw.contention:.0%} slower beside them",
         *_assumed_along(plan.strategy),
         f"the host takes {hw.launch * 1e6:.0f} us for an operation",
         f"{gigabytes(hw.reserved)} are taken by driver and libraries; {hw.fragmentation:.0%} of what is counted "
-        f"is allowed "
-        f"for fragmentation; a communicator takes {gigabytes(COMMUNICATOR_NBYTES)} (NCCL's defaults)",
+        f"is allowed for fragmentation; a communicator takes {gigabytes(COMMUNICATOR_NBYTES)} (NCCL's defaults)",
         "ranks are alike: no stragglers, no time for data, logging or checkpoints in a step",
-        "a steady step: the order is known and the optimizer has its state; the optimizer reads and writes its "
-        "state once",
+        "a steady step: the order is known and the optimizer has its state, which it reads and writes once",
         f"storage {gigabytes(hw.storage)}/s for each rank; a device fails about every "
         f"{plan.checkpoints.between_failures * plan.strategy.ranks / 3600:,.0f} h (Llama 3: 419 in 54 days on 16,384)",
         f"MFU counts {plan.model.flop_per_token(plan.strategy.context) * plan.strategy.tensor:.4g} operations per "
-        "token: 6 for each element that multiplies "
-        f"and, where "
-        f"the shape is known, causal attention; recomputation is not counted",
+        "token: 6 for each element that multiplies and, where known, causal attention; recomputation does not count",
         "the forward of a recomputed unit holds what it does not keep until its last read, not as long as its local "
         "variables",
         "figures of another micro-batch in a search are linear in its size",
         *_assumed_of_optimizer(plan.strategy),
+        *_assumed_of_state(plan.model),
         *_assumed_of_host(plan),
     )
+
+
+def _assumed_of_state(model: Model) -> list[str]:
+    left = [p for unit in model.units for p in unit.parameters if p.trainable and not p.reached]
+    said = f"{len(left)} trainable parameters, {left[0].name} first, get no gradient from" if left else ""
+    return [f"{said} the batch that was recorded: the optimizer has no state for them"] if left else []
 
 
 def _assumed_along(strategy: Strategy) -> list[str]:

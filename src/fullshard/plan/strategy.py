@@ -300,7 +300,7 @@ class Group:
         trained = [parameter for parameter in self.parameters if parameter.trainable]
         size = self.sent.storage_itemsize
         pairs = zip(trained, self.sent.pack.segments, strict=True)
-        return tuple((parameter, segment.layout.local_numel(0) * size) for parameter, segment in pairs)
+        return tuple((p, segment.layout.local_numel(0) * size) for p, segment in pairs if p.reached)
 
     @cached_property
     def gather_calls(self) -> int:
@@ -433,7 +433,7 @@ def _group(parameters: tuple[Parameter, ...], dtype: str, part: int, strategy: S
     state = 0
     if sent is not None:
         for parameter in parameters:
-            if parameter.trainable:
+            if parameter.is_stepped:
                 optimizer = _optimizer_of(parameter, strategy)
                 layout = ShardLayout(parameter.shape, parameter.placed, strategy.shard)
                 numel = layout.local_numel(0)

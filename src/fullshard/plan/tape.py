@@ -279,8 +279,8 @@ class _Recorder(TorchDispatchMode):
         given = {storage_key(t.untyped_storage()) for t in inputs}
         if not self.backward:
             self._read(given)
-        args = picked(self.results.values, func, args)
         known = self._known_result(func, args, kwargs or {})
+        args = picked(self.results.values, func, args)
         if operation_name(func) == "aten._local_scalar_dense" and known is not None:
             return known
         result = self.results.of(func, args, kwargs or {}, given, known)
