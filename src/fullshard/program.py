@@ -64,7 +64,7 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
 
 
 def _members(found: nn.Module) -> list[nn.Module]:
-    """Those with parameters. Of a list in a list, its members: a list has no forward."""
+    """Returns those with parameters. Of a list in a list, its members: a list has no forward."""
     members: list[nn.Module] = []
     for child in found.children():
         if isinstance(child, nn.ModuleList | nn.ModuleDict):
