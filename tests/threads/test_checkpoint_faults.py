@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import os
 import pickle
@@ -10,7 +11,8 @@ import random
 import shutil
 import threading
 import zipfile
-from collections.abc import Callable, Iterator
+import zlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +69,16 @@ def saved(tmp_path: Path) -> Path:
 
 def generation(folder: Path) -> Path:
     return folder / json.loads((folder / "CURRENT").read_text())["generation"]
+
+
+def point(folder: Path, **said: Any) -> None:
+    """The pointer of `folder` says this as well."""
+    current = folder / "CURRENT"
+    current.write_text(json.dumps(json.loads(current.read_text()) | said) + "\n")
+
+
+def digest_of(folder: Path) -> str:
+    return hashlib.sha256((generation(folder) / "manifest.json").read_bytes()).hexdigest()
 
 
 # ---- the operating system refuses ------------------------------------------------------------------------------
@@ -265,10 +277,8 @@ def test_two_savers_where_nothing_locks(saved: Path, monkeypatch: pytest.MonkeyP
     from fullshard.checkpoint import directory
 
     first = directory.Saving.begin(str(saved), "a" * 32)
-    moved = json.loads((saved / "CURRENT").read_text())
     # Another saver ends: seen by its pointer.
-    moved |= {"generation": f"g000009-{'b' * 32}", "save_id": "b" * 32}
-    (saved / "CURRENT").write_text(json.dumps(moved) + "\n")
+    point(saved, generation=f"g000009-{'b' * 32}", save_id="b" * 32)
     with pytest.raises(CheckpointBusy, match="another save completed meanwhile"):
         first.commit(b"{}")
     first.end()
@@ -348,13 +358,18 @@ def duplicate(folder: Path, draw: random.Random) -> str:
     return f"{a.name} in the place of {b.name}"
 
 
-def foreign(folder: Path, draw: random.Random) -> str:
-    """A file of another save of the same state: every range and shape fits."""
-    path = draw.choice(data_files(folder))
+def other_save(folder: Path) -> Path:
+    """The files of another version of the same state."""
     other = folder.parent / "other"
     if not other.exists():
         run_ranks(2, lambda rank: checkpoint.save(state(2), checkpoint_id=other))
-    path.write_bytes((generation(other) / path.name).read_bytes())
+    return generation(other)
+
+
+def foreign(folder: Path, draw: random.Random) -> str:
+    """A file of another save of the same state: every range and shape fits."""
+    path = draw.choice(data_files(folder))
+    path.write_bytes((other_save(folder) / path.name).read_bytes())
     return f"{path.name} of another save"
 
 
@@ -402,10 +417,7 @@ def torn(folder: Path, draw: random.Random) -> str:
 def mixed(folder: Path, draw: random.Random) -> str:
     """A file of this save, with the table, or the parts, of another save of the same layout."""
     path = draw.choice(data_files(folder)[:2])
-    other = folder.parent / "other"
-    if not other.exists():
-        run_ranks(2, lambda rank: checkpoint.save(state(2), checkpoint_id=other))
-    mine, theirs = path.read_bytes(), (generation(other) / path.name).read_bytes()
+    mine, theirs = path.read_bytes(), (other_save(folder) / path.name).read_bytes()
     (file,) = [one for one in checkpoint.inspect(folder).files if one.name == path.name]
     at = draw.choice([file.header_nbytes, file.nbytes - file.table_nbytes])
     assert len(mine) == len(theirs)
@@ -420,14 +432,11 @@ DAMAGES: list[Damage] = [
 ]
 
 
-def damaged_cases(saved: Path, tmp_path: Path, seeds: range) -> Iterator[tuple[str, Path]]:
-    """Damaged copies, one after another in the same place."""
-    copy = tmp_path / "damaged"
-    for seed in seeds:
-        draw = random.Random(seed)
-        shutil.rmtree(copy, ignore_errors=True)
-        shutil.copytree(saved, copy)
-        yield DAMAGES[seed % len(DAMAGES)](copy, draw), copy
+def copied(folder: Path) -> Path:
+    """Always to the same place."""
+    copy = folder.parent / "copy"
+    shutil.rmtree(copy, ignore_errors=True)
+    return Path(shutil.copytree(folder, copy))
 
 
 def assert_refused(what: str, folder: Path) -> None:
@@ -448,22 +457,17 @@ def assert_refused(what: str, folder: Path) -> None:
     torch="none",
     reason="of single flipped bits DCP loads 55 % as wrong values",
 )
-def test_damage_is_found(saved: Path, tmp_path: Path) -> None:
-    for number, (what, folder) in enumerate(damaged_cases(saved, tmp_path, SEEDS)):
+@pytest.mark.parametrize(
+    "seeds", [SEEDS, pytest.param(SEEDS_IN_FULL, marks=[pytest.mark.slow, pytest.mark.hang_after(600)])], ids=str
+)
+def test_damage_is_found(seeds: range, saved: Path) -> None:
+    for seed in seeds:
+        copy = copied(saved)
+        what = DAMAGES[seed % len(DAMAGES)](copy, random.Random(seed))
         with pytest.MonkeyPatch.context() as monkeypatch:
-            if number % 2:
+            if seed % 2:
                 read_into_own_memory(monkeypatch)
-            assert_refused(what, folder)
-
-
-@pytest.mark.slow
-@pytest.mark.hang_after(600)
-def test_much_damage_is_found(saved: Path, tmp_path: Path) -> None:
-    for number, (what, folder) in enumerate(damaged_cases(saved, tmp_path, SEEDS_IN_FULL)):
-        with pytest.MonkeyPatch.context() as monkeypatch:
-            if number % 2:
-                read_into_own_memory(monkeypatch)
-            assert_refused(what, folder)
+            assert_refused(what, copy)
 
 
 def test_damage_that_one_rank_reads_is_raised_by_all(saved: Path) -> None:
@@ -486,11 +490,7 @@ def test_foreign_files_beside_are_found_by_verify(saved: Path) -> None:
 
 def test_an_attacker_who_mends_every_checksum_is_found_by_the_digest(saved: Path) -> None:
     """Checksums find accidents; a digest from elsewhere finds everything."""
-    import hashlib
-    import zlib
-
-    manifest = generation(saved) / "manifest.json"
-    digest = hashlib.sha256(manifest.read_bytes()).hexdigest()
+    manifest, digest = generation(saved) / "manifest.json", digest_of(saved)
     raw = json.loads(manifest.read_text())
     next(v for v in raw["values"] if v["key"] == "step")["value"] = 2
     name, nbytes, _, table_nbytes, _ = raw["files"][1]
@@ -503,9 +503,7 @@ def test_an_attacker_who_mends_every_checksum_is_found_by_the_digest(saved: Path
     raw["files"][1][4] = hashlib.sha256(data[nbytes - table_nbytes :]).hexdigest()
     (generation(saved) / name).write_bytes(data)
     manifest.write_text(json.dumps(raw))
-    pointer = json.loads((saved / "CURRENT").read_text())
-    pointer["manifest_sha256"] = hashlib.sha256(manifest.read_bytes()).hexdigest()
-    (saved / "CURRENT").write_text(json.dumps(pointer) + "\n")
+    point(saved, manifest_sha256=digest_of(saved))
     checkpoint.verify(saved)
     for act in (checkpoint.verify, checkpoint.inspect):
         with pytest.raises(CheckpointDamaged, match="requested digest"):
@@ -546,9 +544,7 @@ def test_pickles_in_every_place_do_not_run(saved: Path, tmp_path: Path) -> None:
     names = [path.relative_to(saved) for path in [*data_files(saved), saved / "CURRENT"]]
     for name in names:
         for payload in payloads:
-            copy = tmp_path / "copy"
-            shutil.rmtree(copy, ignore_errors=True)
-            shutil.copytree(saved, copy)
+            copy = copied(saved)
             (copy / name).write_bytes(payload)
             assert_refused(f"a pickle as {name}", copy)
     (saved / ".metadata").write_bytes(payloads[0])
@@ -602,19 +598,14 @@ def test_a_generation_that_is_a_link_is_refused(saved: Path, tmp_path: Path) -> 
 @pytest.mark.parametrize("name", ["../outside.safetensors", "/etc/passwd", "a/../../b", "..\\b", "a\0b", "x" * 300])
 def test_names_that_leave_the_directory_are_refused(name: str, saved: Path) -> None:
     """Also where the pointer agrees with the manifest."""
-    import hashlib
-
     manifest = generation(saved) / "manifest.json"
     raw = json.loads(manifest.read_text())
     raw["files"][0][0] = name
     manifest.write_text(json.dumps(raw))
-    pointer = json.loads((saved / "CURRENT").read_text())
-    pointer["manifest_sha256"] = hashlib.sha256(manifest.read_bytes()).hexdigest()
-    (saved / "CURRENT").write_text(json.dumps(pointer) + "\n")
+    point(saved, manifest_sha256=digest_of(saved))
     with pytest.raises(CheckpointDamaged, match="name of a data file"):
         checkpoint.load(state(0), checkpoint_id=saved)
-    pointer["generation"] = f"../{name}"
-    (saved / "CURRENT").write_text(json.dumps(pointer) + "\n")
+    point(saved, generation=f"../{name}")
     with pytest.raises(CheckpointDamaged, match="pointer"):
         checkpoint.load(state(0), checkpoint_id=saved)
 
