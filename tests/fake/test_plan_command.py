@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -20,6 +21,7 @@ from fullshard.plan.comparison import machine_file
 from fullshard.plan.facts import describe, measured_device
 from fullshard.plan.machine import find_hardware
 from fullshard.program import OwnDtype, ProgramError, modules_of
+from fullshard.see.record import Header, Unit, file_name, header_fields, line
 from fullshard.train import shapes
 from fullshard.train.config import load_config
 from fullshard.train.planned import strategy_of
@@ -434,6 +436,67 @@ def test_where_messages_take_longer_than_the_step_they_are_what_differs(
     assert "latency = " in capsys.readouterr().out
     main([*asked, "--hardware", str(slow), "--json"])
     assert json.loads(capsys.readouterr().out)["step_seconds"] == pytest.approx(2.0, rel=0.01)
+
+
+# Of 100 ms: until the forward 10, forward 20, loss 20, backward 35, then 15.
+_PHASES = {
+    "forward and loss": "40.0 ms",
+    "backward": "35.0 ms",
+    "optimizer and the rest": "25.0 ms",
+    "waiting for gathers": "5.0 ms",
+    "waiting for other messages": "7.0 ms",
+}
+
+
+def _recorded(run: Path) -> None:
+    """The record of rank 0, of a first step and one of `_PHASES`."""
+    header = Header(0, 2, 1, {}, "cpu", "here", (0, 0), (Unit("", "Net", 4, 2, 16, 8, "float32", False),), {})
+    ms = 10**6
+    kinds = {"pre_forward": 10, "post_forward": 30, "pre_backward": 50, "backward_end": 85}
+    events = [[at * ms, kind, 0, "", None] for kind, at in kinds.items()]
+    waits = (("unshard", 12, 17), ("reduce", 60, 64), ("clip_grad_norm_", 90, 93))
+    messages = [
+        ["data", number, 0, what, 8, 11 * ms, need * ms, None, ready * ms, None, None]
+        for number, (what, need, ready) in enumerate(waits)
+    ]
+    detail = {"events": events, "commands": [], "messages": messages, "levels": []}
+    steps = [
+        {"step": n, "begin": 0, "end": took * ms, "figures": {}, "detail": detail} for n, took in ((1, 999), (2, 100))
+    ]
+    (run / "see").mkdir()
+    (run / "see" / file_name(1, 0)).write_bytes(b"".join(map(line, [header_fields(header), *steps, {"ended": True}])))
+
+
+def test_phases_of_a_run_are_beside_those_of_its_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = _run(tmp_path / "run", [2.0, 0.1])
+    asked = ["plan", f"{__name__}:program", "--hardware", "cpu", "--compare", str(run)]
+    assert main([*asked, "--ranks", "2"]) == 0 and "phases were not measured" in capsys.readouterr().out
+    _recorded(run)
+    numel = sum(p.numel() for p in program().model().parameters())
+    (run / "manifest.json").write_text(json.dumps({"world": {"processes": 2}, "parameters": numel}))
+    assert main([*asked, "--ranks", "2"]) == 0
+    found = {}
+    for said in capsys.readouterr().out.splitlines():
+        if len(cells := re.split(r"\s{2,}", said.strip())) >= 3:
+            found[cells[0]] = cells[2]
+    assert found | _PHASES == found and found["step"] == "100.0 ms"
+    assert main([*asked, "--ranks", "4"]) == 2
+    assert "expected a run on 4 ranks, as planned, found one on 2; plan with --ranks 2" in capsys.readouterr().err
+    (run / "manifest.json").write_text(json.dumps({"world": {"processes": 2}, "parameters": 5}))
+    assert main([*asked, "--ranks", "2"]) == 2
+    assert f"of {numel:,} parameters, found one of 5; plan {run / 'config.toml'}" in capsys.readouterr().err
+    (run / "metrics.jsonl").write_text("no json")
+    assert main([*asked, "--ranks", "2"]) == 2 and "expected a JSON object a line" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("accumulate", [1, 2, 6])
+def test_phases_of_a_plan_are_all_of_its_step(accumulate: int) -> None:
+    strategy = Strategy(ranks=2, backend="fake", accumulate=accumulate)
+    found = predict(MODELS["mlp"], strategy, 2).found
+    assert set(found.phases) == {"forward", "loss", "backward", "end", "optimizer"}
+    assert sum(found.phases.values()) == pytest.approx(found.seconds)
+    once = predict(MODELS["mlp"], replace(strategy, accumulate=1), 2).found
+    assert found.phases["loss"] == pytest.approx(accumulate * once.phases["loss"])
 
 
 def test_a_run_without_steps_and_no_source(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

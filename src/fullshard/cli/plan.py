@@ -18,7 +18,6 @@ from fullshard.cli.axes import add_axes, parallelism_of, refuse_beside_config
 if TYPE_CHECKING:
     from fullshard.migrate.parallelism import Parallelism
     from fullshard.plan import Plan, Planner, Strategy
-    from fullshard.plan.machine import Hardware
     from fullshard.plan.search import Degrees, Describe
     from fullshard.program import Program
 
@@ -127,6 +126,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _run(arguments: argparse.Namespace) -> int:
+    from fullshard.cli.plan_run import calibrate, compare
     from fullshard.plan import Planner, find_hardware
     from fullshard.plan.facts import measured_cpu, physical_nbytes
     from fullshard.plan.page import page, svg
@@ -158,7 +158,7 @@ def _run(arguments: argparse.Namespace) -> int:
         raise ValueError(f"--explain {arguments.explain}: expected one of {', '.join(QUESTIONS)}")
     hardware = find_hardware("cpu" if arguments.hardware == "here" else arguments.hardware)
     if arguments.calibrate is not None and arguments.compare is None:
-        return _calibrate(hardware, arguments.calibrate, arguments.ranks)
+        return calibrate(hardware, arguments.calibrate, arguments.ranks)
     if arguments.source is None:
         raise ValueError("expected a SOURCE to plan, found none")
     if arguments.hardware == "here":
@@ -199,7 +199,7 @@ def _run(arguments: argparse.Namespace) -> int:
         table=table_of,
     )
     if arguments.compare is not None:
-        return _compare(planner.plan(strategy), arguments)
+        return compare(planner.plan(strategy), arguments.compare, arguments.calibrate)
     if arguments.explain is not None:
         lines = explain(arguments.explain, planner, strategy)
         print(json.dumps({"question": arguments.explain, "answer": lines}) if arguments.json else "\n".join(lines))
@@ -273,54 +273,6 @@ def _fewest(plan: Plan | None) -> str:
         f"as asked for it fits on {plan.strategy.ranks} devices and on no fewer: peak {gigabytes(plan.peak_nbytes)}, "
         f"{gigabytes(plan.spare_nbytes)} to spare"
     )
-
-
-def _compare(plan: Plan, arguments: argparse.Namespace) -> int:
-    """The plan beside a run, and the machine that would have made it right."""
-    from fullshard.plan.comparison import adjusted, compared, machine_file, measured_by
-    from fullshard.train.metrics import read_metrics
-
-    path = arguments.compare / "metrics.jsonl"
-    try:
-        run = measured_by(read_metrics(path))
-    except OSError as error:
-        raise ValueError(f"--compare {path}: cannot read it: {error.strerror or error}") from None
-    print("\n".join(compared(plan, run)))
-    text = machine_file(adjusted(plan, run.seconds), _base(plan.hardware))
-    print(f"\na machine file that makes the step as long as it was\n\n{text}", end="")
-    if arguments.calibrate is not None:
-        arguments.calibrate.write_text(text, encoding="utf-8")
-    return 0
-
-
-def _calibrate(hardware: Hardware, path: Path, ranks: int) -> int:
-    """Measure this machine, and write what differs from the profile."""
-    import torch
-
-    from fullshard.plan.comparison import machine_file
-    from fullshard.plan.facts import measured_cpu, measured_device, physical_nbytes
-
-    base = _base(hardware)
-    if hardware.blocking:
-        found = replace(measured_cpu(hardware), memory=physical_nbytes() / ranks)
-    else:
-        device = torch.accelerator.current_accelerator(check_available=True)
-        if device is None:
-            raise ValueError(
-                f"--calibrate: expected a device to measure as {hardware.name}, found none; --hardware cpu"
-            )
-        found = measured_device(hardware, device)
-    text = machine_file(found, base)
-    path.write_text(text, encoding="utf-8")
-    print(text, end="")
-    return 0
-
-
-def _base(hardware: Hardware) -> str:
-    """The profile that a machine file of `hardware` begins with."""
-    from fullshard.plan.machine import PROFILES
-
-    return hardware.name if hardware.name in PROFILES else "cpu" if hardware.blocking else "h100-80g"
 
 
 def _rough(planner: Planner, strategy: Strategy) -> list[str]:

@@ -86,6 +86,8 @@ class Simulated:
     host_bound: float = 0.0
     exposed: list[Exposed] = field(default_factory=list)
     traffic: dict[str, Traffic] = field(default_factory=dict)
+    # Seconds of the first words of phases, waits included; not of pipelines.
+    phases: Counter[str] = field(default_factory=Counter)
     # Seconds on the wire along `tp`, `cp`, `ep` and `pp`; their messages and bytes are those of the step.
     along: dict[str, float] = field(default_factory=dict)
     commands: list[str] = field(default_factory=list)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from statistics import median
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from .machine import PROFILES, Hardware
@@ -16,12 +17,19 @@ _MOST = 64.0
 
 class Measured(NamedTuple):
     """The figures of a run: seconds of a step, seconds that a checkpoint kept it waiting, bytes between steps; None if
-    they were not measured. `steps`: how many."""
+    they were not measured. `steps`: how many. `phases`: seconds by the names of `PHASES`, of a recorded step."""
 
     seconds: float
     checkpoint: float | None
     memory: float | None
     steps: int
+    phases: Mapping[str, float] = MappingProxyType({})
+
+
+# What a table calls the phases of a step; and the first words of those of a simulation. Waits are parts of phases.
+FORWARD, BACKWARD, REST = "forward and loss", "backward", "optimizer and the rest"
+GATHERS, OTHERS = "waiting for gathers", "waiting for other messages"
+_PHASES = {FORWARD: ("forward", "loss"), BACKWARD: ("backward", "end"), REST: ("optimizer",)}
 
 
 def measured_by(records: Sequence[dict[str, Any]]) -> Measured:
@@ -95,15 +103,26 @@ def machine_file(hardware: Hardware, base: str) -> str:
     return "\n".join(lines) + "\n"
 
 
+def phases_of(plan: Plan) -> dict[str, float]:
+    """The predicted seconds of each phase; of a pipeline its waits alone."""
+    found = plan.simulated
+    known = {name: sum(found.phases[word] for word in words) for name, words in _PHASES.items()}
+    gathers = sum(wait.seconds for wait in found.exposed if wait.what == "all-gather")
+    waits = {GATHERS: gathers, OTHERS: found.exposed_seconds - gathers}
+    return waits if plan.strategy.pipeline > 1 else known | waits
+
+
 def compared(plan: Plan, run: Measured) -> list[str]:
     """Lines: each part of a step as it was predicted and as it was measured, and what a machine file has to say."""
     found = plan.simulated
-    rows = [
-        ("step", duration(plan.seconds), duration(run.seconds), f"{plan.seconds / run.seconds - 1:+.1%}"),
-        ("  compute", duration(found.compute), "", ""),
-        ("  waiting for messages", duration(found.exposed_seconds), "", ""),
+    rows = [("step", duration(plan.seconds), duration(run.seconds), f"{plan.seconds / run.seconds - 1:+.1%}")]
+    for phase, predicted in phases_of(plan).items():
+        took = run.phases.get(phase)
+        error = "" if not took or not predicted else f"{predicted / took - 1:+.1%}"
+        rows.append((f"  {phase}", duration(predicted), "" if took is None else duration(took), error))
+    rows += [
+        ("  in it: compute", duration(found.compute), "", ""),
         ("  waiting for the host", duration(found.host_bound), "", ""),
-        ("  optimizer", duration(found.optimizer_seconds), "", ""),
         (
             "tokens per second and rank",
             f"{plan.tokens_per_second:,.0f}",

@@ -126,6 +126,17 @@ def _computed(begun: Sequence[State], begin: int, end: int) -> Iterator[Span]:
             yield Span(COMPUTE, first, last, state.unit, state.phase)
 
 
+def phases(step: Step) -> dict[str, int]:
+    """Returns the nanoseconds of a step by phase, waits and commands included; empty if it was not recorded in full."""
+    if step.detail is None:
+        return {}
+    begun = states(step.detail, device=on_device(step.detail))
+    found: Counter[str] = Counter()
+    for state, later in zip(begun, [*begun[1:], State(max(step.nanoseconds, begun[-1].at), -1, "")], strict=True):
+        found[state.phase] += later.at - state.at
+    return dict(found)
+
+
 # ---- shares ----------------------------------------------------------------------------------------------------------
 
 
