@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -86,8 +86,9 @@ class Simulated:
     host_bound: float = 0.0
     exposed: list[Exposed] = field(default_factory=list)
     traffic: dict[str, Traffic] = field(default_factory=dict)
-    # Seconds of the first words of phases, waits included; not of pipelines.
-    phases: Counter[str] = field(default_factory=Counter)
+    # Seconds of the first words of phases, waits included, and until when; not of pipelines.
+    phases: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
+    passed: float = 0.0
     # Seconds on the wire along `tp`, `cp`, `ep` and `pp`; their messages and bytes are those of the step.
     along: dict[str, float] = field(default_factory=dict)
     commands: list[str] = field(default_factory=list)

@@ -108,7 +108,10 @@ def phases_of(plan: Plan) -> dict[str, float]:
     found = plan.simulated
     known = {name: sum(found.phases[word] for word in words) for name, words in _PHASES.items()}
     gathers = sum(wait.seconds for wait in found.exposed if wait.what == "all-gather")
-    waits = {GATHERS: gathers, OTHERS: found.exposed_seconds - gathers}
+    # A run records the messages of its units, not those inside of divided layers.
+    along = sum(wait.seconds for wait in found.exposed if wait.what.startswith("messages along"))
+    waits = {GATHERS: gathers, OTHERS: found.exposed_seconds - gathers - along}
+    waits |= {"waiting for messages of layers": along} if along else {}
     return waits if plan.strategy.pipeline > 1 else known | waits
 
 
@@ -135,5 +138,5 @@ def compared(plan: Plan, run: Measured) -> list[str]:
     if run.memory is not None and not plan.hardware.blocking:
         there = sum(nbytes for name, nbytes in plan.terms if name in ("parameters", "optimizer", "buffers"))
         rows.append(("bytes between steps", gigabytes(there), gigabytes(run.memory), f"{there / run.memory - 1:+.1%}"))
-    lines = [f"{'':28}{'predicted':>14}{'measured':>14}{'error':>9}   ({run.steps} steps, the median)"]
-    return lines + [f"{name:28}{said:>14}{was:>14}{error:>9}" for name, said, was, error in rows]
+    lines = [f"{'':34}{'predicted':>14}{'measured':>14}{'error':>9}   ({run.steps} steps, the median)"]
+    return lines + [f"{name:34}{said:>14}{was:>14}{error:>9}" for name, said, was, error in rows]

@@ -72,8 +72,6 @@ class Simulation:
         self.reductions = Reductions(strategy, limits, self.bytes, host, self.pool, self.clock)
         self.measured = False
         self.phase = ""
-        # Until when the time has a phase.
-        self._passed = 0.0
         # The times at which gathers arrive, and the bytes of gradients that no command took yet; by index of the unit.
         self.arrivals: dict[int, float] = {}
         self.gradients: dict[int, float] = dict.fromkeys(range(len(units)), 0.0)
@@ -124,7 +122,6 @@ class Simulation:
             self.bytes.forget()
             self.host.forget()
             self.clock.begin(Simulated(traffic={axis: Traffic() for axis in AXES}))
-            self._passed = 0.0
             for window in range(windows):
                 # Between the first and the last of a window all are alike: one stands for the others.
                 if 1 < window < windows - 1:
@@ -132,13 +129,13 @@ class Simulation:
                 for unit, record in zip(self.units, self.schedule.units, strict=True):
                     record.plan.sync = window == windows - 1 or not unit.holds_gradients
                 before = self._figures()
-                begun = Counter(self.found.phases)
+                begun = self.found.phases.copy()
                 self._pass(step)
                 if window == 1 and windows > 3:
                     self._repeat(windows - 3, before)
                     for phase, seconds in self.found.phases.items():
                         self.found.phases[phase] += (windows - 3) * (seconds - begun[phase])
-                    self._passed = self.clock.now
+                    self.found.passed = self.clock.now
             self._optimize()
         found = self.found
         found.seconds = self.clock.now
@@ -275,8 +272,8 @@ class Simulation:
         if self.measured and (self.bytes.is_new_peak or not self.brief):
             when = self.clock.now if when is None else when
             if not self.brief:
-                self.found.phases[self.phase.partition(" ")[0]] += when - self._passed
-                self._passed = when
+                self.found.phases[self.phase.partition(" ")[0]] += when - self.found.passed
+                self.found.passed = when
                 self.found.moments.append(Moment(when, self.phase, tuple(self.bytes.kinds.values())))
             if self.bytes.is_new_peak:
                 self.found.peak = Moment(when, self.phase, self.bytes.peak)
