@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import shutil
 import sys
@@ -167,6 +168,8 @@ def _run(arguments: argparse.Namespace) -> int:
     strategy, about = asked.strategy, asked.about
     keep = [name.strip() for name in (arguments.keep_float32 or "").split(",") if name.strip()]
 
+    alike: dict[object, Any] = {}
+
     def describer(programs: Callable[[int | None], Program], plan: Parallelism, blocks: int = 0) -> Describe:
         made: dict[int | None, Program] = {}
 
@@ -175,7 +178,7 @@ def _run(arguments: argparse.Namespace) -> int:
                 made[sequence] = programs(sequence)
             sizes: dict[str, Any] = {"samples": samples, "compute": compute, "alone": alone, "keep_float32": keep}
             sizes |= {"on_cpu": hardware.blocking, "recompute": recompute}
-            sizes |= {"blocks": blocks} if blocks else {}
+            sizes |= {"blocks": blocks, "alike": alike} if blocks else {}
             return described_by(plan, made[sequence], arguments.source, strategy.ranks, asked.output, **sizes)
 
         return described
@@ -206,7 +209,7 @@ def _run(arguments: argparse.Namespace) -> int:
         return 0
     plan = planner.plan(strategy)
     searched = arguments.search or not plan.fits
-    with _progress() as say:
+    with _progress() as say, _without_old_objects():
         changes = planner.search(strategy, meshes=arguments.search, most=_SHOWN, say=say) if searched else []
         least = None if plan.fits else planner.least_ranks(strategy)
     for option, path, text in (("--svg", arguments.svg, svg), ("--html", arguments.html, page)):
@@ -245,6 +248,17 @@ def _run(arguments: argparse.Namespace) -> int:
     if arguments.assumptions:
         print("\nassumed\n" + "\n".join(f"  {text}" for text in assumptions(plan)))
     return 0 if plan.fits else 1
+
+
+@contextmanager
+def _without_old_objects() -> Iterator[None]:
+    """What is there, such as all of torch, is not looked through by each recording of a step, which collects
+    garbage."""
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 @contextmanager

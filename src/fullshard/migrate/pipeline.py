@@ -165,7 +165,8 @@ def _known(tree: Tree, name: str) -> str:
 
 
 def _balanced(tree: Tree, chain: Sequence[str], stages: int, degree: int) -> tuple[tuple[str, ...], ...]:
-    blocks = [name for name in chain if tree.modules[name] in {*blocks_of(tree.model)}] or list(chain)
+    known = {*blocks_of(tree.model)}
+    blocks = [name for name in chain if tree.modules[name] in known] or list(chain)
     if len(blocks) < stages:
         each = stages // degree
         legal = len(blocks) // each

@@ -5,6 +5,7 @@ The stages are described in their order: each begins with what the one before it
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -58,7 +59,7 @@ class Calls:
 
 class StagePrograms:
     """The programs of the stages of `program`. `count`: how many; `splits`: whether the schedule computes gradients of
-    weights apart. `output`: the dtype of what a stage gives, None for the one that it has.
+    weights apart; `model`: the whole one. `output`: the dtype of what a stage gives, None for the one that it has.
 
     A program's `loss` returns its backward (`plan.tape.record`): it begins with a gradient that another stage sent, or
     with the loss. Shape and dtype of what it gave are in `made`, by its number: the next stage begins with that.
@@ -88,7 +89,24 @@ class StagePrograms:
         if self.split.is_balanced:
             raise ConfigError(f"balance_loss: a plan does not count the balance losses of stages; {problem}")
         self.count, self.splits = len(self.split.parts), self.split.schedule.splits
+        self.model: nn.Module = model
         self.made: dict[int, tuple[tuple[int, ...], torch.dtype]] = {}
+
+    @property
+    def parts(self) -> tuple[tuple[str, ...], ...]:
+        """The modules of each stage."""
+        return self.split.parts
+
+    def with_stage(self, part: tuple[str, ...]) -> tuple[StagePrograms, int]:
+        """The programs of a pipeline of the same model in which these modules are a stage, what is before and after
+        them another one; and the number of the stage."""
+        chain = self.split.chain
+        begin = chain.index(part[0])
+        parts = chain[:begin], part, chain[begin + len(part) :]
+        found = copy.copy(self)
+        found.split = replace(self.split, parts=tuple(each for each in parts if each))
+        found.count, found.made = len(found.split.parts), {}
+        return found, int(begin > 0)
 
     def made_nbytes(self, number: int) -> int:
         """Bytes of what the program of stage `number` gave when it ran."""

@@ -69,7 +69,7 @@ class Clock:
         if self.still:
             return
         hardware, begun = self.hardware, self.now
-        launching = work.kernels * hardware.launch * self._fused
+        launching = self.launching(work)
         self.host += launching
         seconds = self.seconds(work)
         overlap = sum(max(0.0, min(stop, begun + seconds) - max(start, begun)) for start, stop in self._busy)
@@ -88,6 +88,10 @@ class Clock:
         operations = work.matmul / self.hardware.matmul / self._gain + work.attention / self.hardware.attention
         products = max(operations / self.hardware.peak_flops(self.itemsize), work.matmul_nbytes / stream)
         return products + work.nbytes * self._fused / stream
+
+    def launching(self, work: Work) -> float:
+        """Seconds in which the host gives `work` to the device."""
+        return work.kernels * self.hardware.launch * self._fused
 
     def copy(self, nbytes: float) -> None:
         """The device reads and writes `nbytes`, both together."""

@@ -152,15 +152,27 @@ class Tape:
     brought_in: tuple[int, ...] = ()
 
 
+class Few(NamedTuple):
+    """The blocks of the list `name` that a stage has: `number` of them, from number `first` on; and bytes of buffers
+    that it has more than the one that was described."""
+
+    name: str
+    first: int
+    number: int
+    buffer_nbytes: int
+
+
 class Stage(NamedTuple):
     """A stage of a pipeline, as a model of its own. `halves`: the same with gradients of inputs and of weights apart,
     None where no schedule needs it. `given_nbytes`, `made_nbytes`: bytes of what it gets from the stage before it for a
-    micro-batch, and of what it gives to the next one; the last one's are those of the loss's input."""
+    micro-batch, and of what it gives to the next one; the last one's are those of the loss's input. `few`: the model is
+    that of another stage that is alike, with other blocks, and perhaps another number of them (`repeats`)."""
 
     model: Model
     halves: Model | None
     given_nbytes: int
     made_nbytes: int
+    few: Few | None = None
 
 
 @dataclass(frozen=True, slots=True)

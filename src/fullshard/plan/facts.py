@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
@@ -19,10 +19,10 @@ from torch.nn import functional as F
 
 from .._torch import dtensor_like, fake_group, local_of
 from ..program import BATCH_NORM, OwnDtype, Program, ProgramError, modules_of, to_device
-from .description import Kind, Model, Parameter, Stage, Tape, UnitShape
+from .description import Few, Kind, Model, Parameter, Stage, Tape, UnitShape
 from .machine import Hardware
 from .recomputation import NONE, is_matmul, is_on_host, recorded_on_host
-from .repeats import WORTH
+from .repeats import KEPT, WORTH, as_stage, pipeline_model
 from .tape import META, record, tensors_in
 from .values import MOST_NUMEL
 
@@ -83,55 +83,87 @@ class StagePrograms(Protocol):
     count: int
     splits: bool
     program: Program
+    model: nn.Module
+    # Shape and dtype of what the program of each stage gave when it ran.
+    made: dict[int, Any]
+
+    @property
+    def parts(self) -> tuple[tuple[str, ...], ...]: ...
 
     def made_nbytes(self, number: int) -> int: ...
 
     def of(self, number: int, *, halves: bool = False) -> Program: ...
 
+    def with_stage(self, part: tuple[str, ...]) -> tuple[Any, int]: ...
 
-def describe_stages(programs: StagePrograms, name: str, **sizes: Any) -> Model:
-    """The model of a pipeline as data, with the tape of each stage. `sizes`: as for `describe`."""
+
+# Descriptions of stages that stand for others, and what these gave: by kinds of stages, and what they are described at.
+Alike = dict[tuple[object, ...], tuple[Model, Any]]
+
+
+def describe_stages(programs: StagePrograms, name: str, *, alike: Alike | None = None, **sizes: Any) -> Model:
+    """The model of a pipeline as data, with the tape of each stage. `sizes`: as for `describe`. `alike`: stages of
+    equal blocks are described by one of them, which is kept there for other pipelines of the same model; `Sizes` has
+    the condition and makes the model of it."""
     stages: list[Stage] = []
     given = 0
+    blocks = None if alike is None or programs.splits else _list_of_many(programs.model)
     for number in range(programs.count):
-        model = _as_stage(describe(programs.of(number), name, **sizes), number)
-        made, halves = programs.made_nbytes(number), None
-        if programs.splits:
-            halves = _as_stage(describe(programs.of(number, halves=True), name, **sizes), number)
-        stages.append(Stage(model, halves, given, made))
+        kind = None if blocks is None else _kind_of(programs, number, *blocks)
+        halves = None
+        if alike is None or kind is None:
+            model = as_stage(describe(programs.of(number), name, **sizes), number)
+            if programs.splits:
+                halves = as_stage(describe(programs.of(number, halves=True), name, **sizes), number)
+        else:
+            shown = tuple(sorted((key, str(value)) for key, value in sizes.items()))
+            key = (kind.key, programs.made.get(number - 1), shown)
+            if key not in alike:
+                others, place = programs.with_stage(kind.part)
+                others.made = {place - 1: programs.made.get(number - 1)}
+                alike[key] = describe(others.of(place), name, **sizes), others.made[place]
+            model, programs.made[number] = alike[key]
+        made = programs.made_nbytes(number)
+        stages.append(Stage(model, halves, given, made, None if kind is None else kind.few))
         given = made
-    first = stages[0].model
-    units = tuple(unit for stage in stages for unit in stage.model.units)
     batch = to_device(programs.program.batch(0), META)
     if (samples := sizes.get("samples")) is not None:
         batch = _resized(batch, _sizes(batch)[0], samples)
-    nbytes = sum(tensor.nbytes for tensor in tensors_in([batch]))
-    return replace(
-        first,
-        units=units,
-        tape=Tape((), {}, (), (), nbytes),
-        buffer_nbytes=sum(stage.model.buffer_nbytes for stage in stages),
-        multiplied=sum(stage.model.multiplied for stage in stages),
-        undivided_numel=first.undivided_numel or sum(unit.numel for unit in units),
-        stages=tuple(stages),
-    )
+    return pipeline_model(tuple(stages), sum(tensor.nbytes for tensor in tensors_in([batch])))
 
 
-# More than there are parameters in a stage.
-_PLACES = 1 << 20
+class _Kind(NamedTuple):
+    """A kind of stages. `part`: modules of one that stands for all of them; `few`: which blocks the stage has."""
+
+    key: tuple[object, ...]
+    part: tuple[str, ...]
+    few: Few
 
 
-def _as_stage(model: Model, number: int) -> Model:
-    """`model` as the stage of that number: its parameters come after those of the stages before it."""
-    units = tuple(
-        replace(
-            unit,
-            stage=number,
-            parameters=tuple(replace(p, place=p.place + number * _PLACES) for p in unit.parameters),
-        )
-        for unit in model.units
-    )
-    return replace(model, units=units)
+def _kind_of(programs: StagePrograms, number: int, name: str, total: int) -> _Kind | None:
+    """The kind of a stage with some of the `total` blocks of the list `name`; None for another one. Blocks at the ends
+    of the list may differ, so that stages which have them are kinds of their own."""
+    part = programs.parts[number]
+    head = f"{name}." if name else ""
+    places = [i for i, each in enumerate(part) if each.startswith(head) and each.removeprefix(head).isdigit()]
+    own = [int(part[i].removeprefix(head)) for i in places]
+    ends = 0 in own, total - 1 in own
+    begin, count = own[0] if own else 0, len(own) if len(own) < 2 else KEPT
+    at = places[0] if places else 0
+    if all(ends) or own != [*range(begin, begin + len(own))] or places != [*range(at, at + len(own))]:
+        return None
+    first = 0 if ends[0] else total - count if ends[1] else min(begin, total - 1 - count)
+    before, after = part[:at], part[at + len(own) :]
+    standing = (*before, *(f"{head}{first + k}" for k in range(count)), *after)
+    more = sum(_buffers_in(programs.model, part)) - sum(_buffers_in(programs.model, standing))
+    key = (before, after, count, *ends, number == 0, number == programs.count - 1)
+    return _Kind(key, standing, Few(name, begin, len(own), more))
+
+
+def _buffers_in(model: nn.Module, part: Sequence[str]) -> Iterable[int]:
+    """Bytes of each buffer of some modules."""
+    found = {id(buffer): buffer.nbytes for name in part for buffer in model.get_submodule(name).buffers()}
+    return found.values()
 
 
 def _describe(
@@ -236,19 +268,23 @@ def _buffers(model: nn.Module) -> int:
 
 
 def _cut(model: nn.Module, blocks: int) -> tuple[str, int] | None:
-    """Leave the first and the last of the largest list of many modules of one class, `blocks` in all: the name of the
-    list, and how many it had."""
+    """Leave the first and the last of the largest list of many modules, `blocks` in all: the name of the list, and how
+    many it had."""
+    found = _list_of_many(model)
+    if found is not None:
+        del model.get_submodule(found[0])[blocks // 2 : found[1] - blocks // 2]  # type: ignore[operator]
+    return found
+
+
+def _list_of_many(model: nn.Module) -> tuple[str, int] | None:
+    """The largest list of many modules of one class: its name, and how many it has."""
     lists = {
         dotted: module
         for dotted, module in model.named_modules()
         if isinstance(module, nn.ModuleList) and len(module) >= WORTH and len({type(each) for each in module}) == 1
     }
     name = max(lists, key=lambda dotted: sum(p.numel() for p in lists[dotted].parameters()), default=None)
-    if name is None:
-        return None
-    count = len(lists[name])
-    del lists[name][blocks // 2 : count - blocks // 2]
-    return name, count
+    return None if name is None else (name, len(lists[name]))
 
 
 def _divided(program: Program, model: nn.Module, name: str, tensor: int) -> Callable[[], AbstractContextManager[Any]]:

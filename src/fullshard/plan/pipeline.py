@@ -99,12 +99,19 @@ class StageSimulation(Simulation):
     beside it are on this rank, which get its results themselves instead of messages."""
 
     def __init__(
-        self, number: int, stage: StageStep, strategy: Strategy, hardware: Hardware, beside: Simulation | None
+        self,
+        number: int,
+        stage: StageStep,
+        strategy: Strategy,
+        hardware: Hardware,
+        beside: Simulation | None,
+        *,
+        brief: bool = False,
     ) -> None:
         self.number, self.stage = number, stage
         self.is_last = self.next_is_here = self.previous_is_here = False
         self._elsewhere, self._apart = 0.0, False
-        super().__init__(stage.units, strategy, hardware, stage.buffer_nbytes, beside=beside)
+        super().__init__(stage.units, strategy, hardware, stage.buffer_nbytes, beside=beside, brief=brief)
         self.open: dict[int, _Open] = {}
         # Whether all of it was asked to become full, and nothing waited for that yet.
         self.arriving = False
@@ -234,13 +241,15 @@ class _Rank:
     """One rank of a pipeline. `row`: its actions; `stages`: by their numbers."""
 
     def __init__(
-        self, row: Sequence[Action], stages: Sequence[StageStep], strategy: Strategy, hardware: Hardware
+        self, row: Sequence[Action], stages: Sequence[StageStep], strategy: Strategy, hardware: Hardware, *, brief: bool
     ) -> None:
         self.row, self.strategy, self.hardware = row, strategy, hardware
         self.stages: dict[int, StageSimulation] = {}
         beside: StageSimulation | None = None
         for number in sorted({action.stage for action in row}):
-            beside = self.stages[number] = StageSimulation(number, stages[number], strategy, hardware, beside)
+            beside = self.stages[number] = StageSimulation(
+                number, stages[number], strategy, hardware, beside, brief=brief
+            )
         assert beside is not None
         self.bytes, self.host, self.clock = beside.bytes, beside.host, beside.clock
         for number, stage in self.stages.items():
@@ -363,11 +372,11 @@ class _Rank:
 
 
 def simulate_pipeline(
-    stages: Sequence[StageStep], table: Table, strategy: Strategy, hardware: Hardware
+    stages: Sequence[StageStep], table: Table, strategy: Strategy, hardware: Hardware, *, brief: bool = False
 ) -> list[Simulated]:
-    """One steady step of each rank of a pipeline. Raises `ValueError` for a table in which ranks wait for each other
-    without end."""
-    ranks = [_Rank(row, stages, strategy, hardware) for row in table]
+    """One steady step of each rank of a pipeline. `brief`: as of `simulate`. Raises `ValueError` for a table in which
+    ranks wait for each other without end."""
+    ranks = [_Rank(row, stages, strategy, hardware, brief=brief) for row in table]
     for measured in (False, True):
         for rank in ranks:
             rank.begin(measured=measured)

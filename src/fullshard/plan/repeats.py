@@ -1,9 +1,10 @@
 """A model of many equal blocks from the same model with a few of them: its units, and its step.
 
     short   P  F0 F1 F2 F3 F4 F5 M  B5 B4 B3 B2 B1 B0 E      forwards and backwards of six blocks, and what is around
-    whole   P  F0 F1 F2 F2 F2 F3 F4 F5 M  B5 B4 B3 B3 B3 B2 B1 B0 E
+    whole   P  F0 F1 F2 F2 F2 F3 F4 F5 M  B5 B4 B3 B2 B2 B2 B1 B0 E
 
-The two blocks at each end may differ from those between them. What each block leaves for its backward adds up.
+The two blocks at each end may differ from those between them. What each block leaves for its backward adds up. A stage
+of a pipeline may have fewer blocks, too, if but the first and the last one are alike.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from .description import OUTSIDE, WAIT, Model, Sent, Tape, UnitShape
+from .description import OUTSIDE, WAIT, Model, Sent, Stage, Tape, UnitShape
 from .spans import Event, Span, Step
 
 # Blocks at each end, blocks of a model that is described by a few of them; of fewer than `WORTH` all are described.
@@ -50,14 +51,16 @@ class Blocks(NamedTuple):
 
     def template(self, block: int) -> int:
         """The block of the short model that stands for one of the whole model."""
-        return block - self.more if block >= self.total - _TWO else min(block, _ONE)
+        ends = _TWO if self.more >= 0 else 1
+        return block - self.more if block >= self.total - ends else min(block, _ONE)
 
 
-def blocks_of(model: Model) -> Blocks | None:
-    """The blocks of a short model; None if it is whole, or if its blocks are not alike."""
-    if model.cut is None:
+def blocks_of(model: Model, cut: tuple[str, int] | None = None) -> Blocks | None:
+    """The blocks of a short model; None if it is whole, or if its blocks are not alike. `cut`: instead of the
+    model's."""
+    if (cut := cut or model.cut) is None:
         return None
-    name, count = model.cut
+    name, count = cut
     owners = [_block(unit, name) for unit in model.units]
     first = next((i for i, owner in enumerate(owners) if owner is not None), 0)
     units = sum(owner == 0 for owner in owners)
@@ -70,8 +73,9 @@ def blocks_of(model: Model) -> Blocks | None:
     if len(steps) != 1:
         return None
     found = Blocks(name, first, units, steps.pop(), count)
-    one, two = ([_unit(model.units[first + k * units + i], found, k, 0) for i in range(units)] for k in (_ONE, _TWO))
-    return found if one == two else None
+    alike = range(1, KEPT - 1) if found.more < 0 else (_ONE, _TWO)
+    one, *others = ([_unit(model.units[first + k * units + i], found, k, 0) for i in range(units)] for k in alike)
+    return found if all(one == other for other in others) else None
 
 
 def _pairs(one: Sequence[int], two: Sequence[int]) -> Iterable[tuple[int, int]]:
@@ -129,12 +133,77 @@ def whole_model(short: Model, blocks: Blocks, step: Step) -> Model:
     return replace(short, units=tuple(units), tape=tape, multiplied=multiplied, cut=None)
 
 
+def stage_model(stage: Stage, step: Step) -> tuple[Model, Blocks | None] | None:
+    """The model of a stage from that of another one (`Stage.few`), and its blocks, None where it has as many; None if
+    the blocks are not alike. `step`: the other one's, without recomputation."""
+    model, few = stage.model, stage.few
+    assert few is not None
+    # They are numbered from 0 on.
+    model = replace(model, buffer_nbytes=model.buffer_nbytes + few.buffer_nbytes)
+    owners = [block for unit in model.units if (block := _block(unit, few.name)) is not None]
+    if bool(owners) is not bool(few.number):
+        return None
+    model = _numbered(model, few.name, -min(owners, default=0))
+    if few.number < 2:
+        return _numbered(model, few.name, few.first), None
+    blocks = blocks_of(model, (few.name, few.number))
+    if blocks is None:
+        return None
+    return _numbered(whole_model(model, blocks, step), few.name, few.first), blocks
+
+
+def _numbered(model: Model, name: str, by: int) -> Model:
+    """`model` with other numbers of its blocks."""
+    blocks = Blocks(name, 0, 0, 0, 0)
+    owners = [_block(unit, name) for unit in model.units]
+    units = (
+        unit if block is None else _unit(unit, blocks, block, block + by)
+        for unit, block in zip(model.units, owners, strict=True)
+    )
+    return replace(model, units=tuple(units))
+
+
+def pipeline_model(stages: tuple[Stage, ...], batch_nbytes: int) -> Model:
+    """The model of a pipeline with these stages. `batch_nbytes`: of a micro-batch."""
+    first = stages[0].model
+    units = tuple(unit for stage in stages for unit in stage.model.units)
+    return replace(
+        first,
+        units=units,
+        tape=Tape((), {}, (), (), batch_nbytes),
+        buffer_nbytes=sum(stage.model.buffer_nbytes for stage in stages),
+        multiplied=sum(stage.model.multiplied for stage in stages),
+        undivided_numel=first.undivided_numel or sum(unit.numel for unit in units),
+        stages=stages,
+    )
+
+
+# More than there are parameters in a stage.
+_PLACES = 1 << 20
+
+
+def as_stage(model: Model, number: int) -> Model:
+    """`model` as the stage of that number: its parameters come after those of the stages before it."""
+    units = tuple(
+        replace(
+            unit,
+            stage=number,
+            parameters=tuple(replace(p, place=p.place + number * _PLACES) for p in unit.parameters),
+        )
+        for unit in model.units
+    )
+    return replace(model, units=units)
+
+
 def _brought(tape: Tape, blocks: Blocks) -> tuple[tuple[str, int], ...]:
     """Gradients that are sums over `tp`, in the order of the whole model's parameters."""
     of = [blocks.of(unit) for unit in tape.brought_in]
-    repeated = [message for block, message in zip(of, tape.brought, strict=True) if block == _ONE] * blocks.more
-    after = max((number for number, block in enumerate(of, 1) if block == _ONE), default=0)
-    return (*tape.brought[:after], *repeated, *tape.brought[after:])
+    inside = [number for number, block in enumerate(of) if block is not None]
+    if not inside:
+        return tape.brought
+    each = [[message for own, message in zip(of, tape.brought, strict=True) if own == k] for k in range(KEPT)]
+    within = (message for block in range(blocks.total) for message in each[blocks.template(block)])
+    return (*tape.brought[: inside[0]], *within, *tape.brought[inside[-1] + 1 :])
 
 
 class _Parts(NamedTuple):
@@ -200,21 +269,17 @@ def whole_step(short: Step, blocks: Blocks, brought: tuple[tuple[str, int], ...]
 
     forward, backward = parts.forward, parts.backward
     up, down = between(forward[_ONE], forward[_TWO]), between(backward[_TWO], backward[_ONE])
-    if moved(forward[_ONE], 1, up) != list(forward[_TWO]) or moved(backward[_TWO], -1, down) != list(backward[_ONE]):
-        return None
+    for k in range(1, KEPT - 2) if more < 0 else (_ONE,):
+        if moved(forward[k], 1, up) != list(forward[k + 1]) or moved(backward[k + 1], -1, down) != list(backward[k]):
+            return None
     top = up.times(more)
-    left = top.plus(down.times(more))
     spans = list(parts.before)
-    for block in forward[:_ONE]:
-        spans += block
-    for by in range(more + 1):
-        spans += moved(forward[_ONE], by, up.times(by))
-    for block in (*forward[_TWO:], *reversed(backward[_TWO + 1 :])):
-        spans += moved(block, more, top)
-    for by in range(more, -1, -1):
-        spans += moved(backward[_TWO], by, top.plus(down.times(more - by)))
-    for block in reversed(backward[:_TWO]):
-        spans += moved(block, 0, left)
+    for block in range(blocks.total):
+        by = block - blocks.template(block)
+        spans += moved(forward[block - by], by, up.times(by))
+    for block in reversed(range(blocks.total)):
+        by = block - blocks.template(block)
+        spans += moved(backward[block - by], by, top.plus(down.times(more - by)))
     return replace(
         short,
         spans=tuple(spans),

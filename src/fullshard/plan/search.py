@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from .clock import Clock
 from .description import Model
+from .least import Least, least_of
 from .machine import Hardware
 from .padding import padding_of
 from .pipeline import Table
@@ -23,8 +24,8 @@ from .simulation import itemsize_of
 from .sizes import Describe as Describe
 from .sizes import Sizes
 from .sizes import Ways as Ways
-from .spans import Step, steps_of
-from .stages import Steps, pipeline_plan, scaled_steps, stage_steps
+from .spans import Step, scaled, steps_of
+from .stages import Steps, check_pipeline, pipeline_plan, stage_steps, steps_on_ranks
 from .strategy import Strategy, Unit, units_of
 
 # Ranks along `tp`, along `cp`, over which experts are divided, and of a pipeline.
@@ -71,10 +72,12 @@ class Planner:
         self.host_budget = hardware.host_memory if host_budget is None else host_budget
         self.sequence = sequence
         self.failure_hours = failure_hours
-        # Stages of a pipeline are described as they are.
-        cut = None if short is None or degrees[3] > 1 else short(degrees)
-        self.sizes = Sizes(describe, sequence, cut, proof)
+        self.sizes = Sizes(
+            describe, sequence, None if short is None else short(degrees), proof or self._undivided(degrees)
+        )
         self._stage_steps: dict[tuple[object, ...], Steps] = {}
+        self._scaled: dict[tuple[object, ...], Step] = {}
+        self._stage_units: dict[Strategy, list[tuple[Unit, ...]]] = {}
         self._units: dict[Strategy, tuple[Unit, ...]] = {}
         self._curable: dict[tuple[int, str], bool] = {}
         self._seconds: dict[tuple[object, ...], float] = {}
@@ -97,12 +100,39 @@ class Planner:
     def estimate(self, strategy: Strategy) -> Plan:
         """The same from the model at one and two samples. It has no commands, and of its moments the peak alone."""
         if strategy.pipeline > 1:
-            first, second = (self.model(n, strategy.computed, recompute=self._ways(strategy)) for n in (1, 2))
-            one, two = (self._steps_of(model, strategy) for model in (first, second))
-            return self._pipeline(first, scaled_steps(one, two, strategy.micro), strategy)
+            model, steps = self._staged(strategy)
+            units = self._units_of_stages(model, self._here(strategy))
+            return self._pipeline(model, steps, strategy, units=units, brief=True)
         model, step = self._at(strategy)
         here = self._here(strategy)
         return plan_of(model, step, here, self.hardware, **self._limits, units=self._units_of(here), brief=True)
+
+    def _undivided(self, degrees: Degrees) -> Sizes | None:
+        """Where it is found whether the blocks of the stages of a pipeline are alike: the model without one."""
+        whole: Degrees = (*degrees[:3], 1)
+        if degrees[3] == 1 or self.divide is None or self.short is None:
+            return None
+        described, short = self.divide(whole), self.short(whole)
+        return None if described is None else Sizes(described, self.sequence, short, None)
+
+    def _staged(self, strategy: Strategy) -> tuple[Model, Steps]:
+        """The model of a pipeline at one sample, and the steps of its stages at the strategy's micro-batch."""
+        given = strategy.computed, self._ways(strategy)
+        model, ones = self.sizes.stages(1, *given, compiled_loss=strategy.compiled_loss)
+        _, twos = self.sizes.stages(2, *given, compiled_loss=strategy.compiled_loss)
+        micro = strategy.micro
+        return model, tuple(
+            (self._at_samples(one, two, micro), None if half is None else self._at_samples(half, other, micro))
+            for (one, half), (two, other) in zip(ones, twos, strict=True)
+        )
+
+    def _at_samples(self, one: Step, two: Step | None, samples: int) -> Step:
+        """As `scaled`, once for stages that are alike."""
+        assert two is not None
+        key = id(one), id(two), samples  # steps stay
+        if key not in self._scaled:
+            self._scaled[key] = scaled(one, two, samples)
+        return self._scaled[key]
 
     def _steps_of(self, model: Model, strategy: Strategy) -> Steps:
         key = (id(model), self._ways(strategy), strategy.compiled_loss)  # models stay
@@ -110,10 +140,29 @@ class Planner:
             self._stage_steps[key] = stage_steps(model, key[1], compiled_loss=strategy.compiled_loss)
         return self._stage_steps[key]
 
-    def _pipeline(self, model: Model, steps: Steps, strategy: Strategy) -> Plan:
+    def _pipeline(self, model: Model, steps: Steps, strategy: Strategy, **given: Any) -> Plan:
         assert self.table is not None
         limits = Limited(self.budget, self.host_budget, self.failure_hours)
-        return pipeline_plan(model, steps, self.table(strategy), self._here(strategy), self.hardware, limits)
+        here = self._here(strategy)
+        return pipeline_plan(model, steps, self.table(strategy), here, self.hardware, limits, **given)
+
+    def _units_of_stages(self, model: Model, strategy: Strategy) -> list[tuple[Unit, ...]]:
+        """The units of each stage, once for strategies with the same layouts."""
+        key = replace(strategy, micro=1, accumulate=1, recompute=NONE)
+        if key not in self._stage_units:
+            self._stage_units[key] = [units_of(stage.model, key) for stage in model.stages]
+        return self._stage_units[key]
+
+    def least(self, strategy: Strategy) -> Least:
+        """What a pipeline takes and holds at least. Raises `ValueError` where it cannot be planned."""
+        assert self.table is not None
+        here = self._here(strategy)
+        model, steps = self._staged(strategy)
+        check_pipeline(model, here, self.hardware)
+        stages = steps_on_ranks(model, steps, here, self._units_of_stages(model, here))
+        found = least_of(stages, self.table(strategy), here, self.hardware)
+        device = self.hardware.reserved + found.device * (1 + self.hardware.fragmentation)
+        return found._replace(device=device * (1 + self.hardware.margin))
 
     @property
     def _limits(self) -> dict[str, Any]:
@@ -186,7 +235,7 @@ class Planner:
                     "sequence": self.sequence,
                     "short": self.short,
                     "degrees": axes,
-                    "proof": self.sizes,
+                    "proof": self.sizes.proof,
                     "table": self.table,
                 }
                 yield Planner(described, self.hardware, **shared, **self._limits), strategy
@@ -198,8 +247,12 @@ class Planner:
             assert isinstance(ways, str)
             one = replace(strategy, offload=offload, recompute=on_host(ways) if hosted else ways)
             if strategy.pipeline > 1:
-                # What it takes at least depends on its table: it is tried.
-                yield _Bound(0.0, one, self)
+                try:
+                    least = self.least(one)
+                except ValueError:
+                    continue  # micro-batches that the schedule does not take, stages that cannot be planned
+                if least.device <= self.budget and not 0 < self.host_budget < least.host:
+                    yield _Bound(least.seconds, one, self)
                 continue
             for even in (False, True):
                 if even and (one.even or not self._is_curable(one)):
@@ -309,12 +362,7 @@ def _fastest(asked: Strategy, bounds: list[_Bound], most: int | None, say: Calla
             if bound.seconds > best and _percents(bound.seconds, best) > _percents(ranked[most - 1].plan.seconds, best):
                 break
         say(f"{_axes(bound.strategy)}: {number + 1} of {len(bounds)} tried, {len(found)} fit")
-        try:
-            plan = bound.planner.estimate(bound.strategy)
-        except ValueError:
-            if bound.strategy.pipeline == 1:
-                raise
-            continue  # micro-batches that the schedule does not take
+        plan = bound.planner.estimate(bound.strategy)
         if plan.fits:
             found.append(_beside(asked, plan))
     return ranked_by_time(found)[:most] if found else []

@@ -7,10 +7,11 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple
 
-from .description import Model
+from .description import Model, Stage
 from .recomputation import ALL_ON_HOST, NONE
-from .repeats import blocks_of, whole_model, whole_step
+from .repeats import KEPT, as_stage, blocks_of, pipeline_model, stage_model, whole_model, whole_step
 from .spans import Step, scaled, steps_of
+from .stages import Steps, stage_steps
 
 Ways = str | tuple[str, ...]
 # (samples, sequence length or None, compute dtype, whether the model is one unit, ways of recomputation that the tape
@@ -32,11 +33,13 @@ class Sizes:
 
     def __init__(self, describe: Describe, sequence: int | None, short: Describe | None, proof: Sizes | None) -> None:
         self._describe, self._short, self._sequence = describe, short, sequence
-        self._proof = self if proof is None else proof
+        self.proof = self if proof is None else proof
         self._models: dict[_Size, Model] = {}
         self._few: dict[_Size, Model] = {}
         self._steps: dict[tuple[object, ...], tuple[Model, Step]] = {}
-        self._proven: dict[tuple[str, Ways, bool], bool] = {}
+        self._proven: dict[tuple[str, Ways, bool, bool], bool] = {}
+        self._staged: dict[tuple[object, ...], tuple[Model, Steps]] = {}
+        self._extensions: dict[tuple[int, int], Step] = {}
 
     def model(
         self, samples: int, compute: str, *, sequence: int | None = None, alone: bool = False, recompute: Ways = NONE
@@ -52,7 +55,7 @@ class Sizes:
         key = (samples, compute, ways, compiled_loss)
         if key not in self._steps:
             found = None
-            if self._short is not None and self._proof.is_proven(compute, ways, compiled_loss=compiled_loss):
+            if self._short is not None and self.proof.is_proven(compute, ways, compiled_loss=compiled_loss):
                 one, two = (self._cut(n, compute, ways) for n in (1, 2))
                 found = self._extended(one, two, samples, ways, compiled_loss)
             if found is None:
@@ -62,11 +65,12 @@ class Sizes:
             self._steps[key] = found
         return self._steps[key]
 
-    def is_proven(self, compute: str, ways: Ways, *, compiled_loss: bool = False) -> bool:
-        """Whether a few blocks stand for all, by one size at which all are described."""
+    def is_proven(self, compute: str, ways: Ways, *, compiled_loss: bool = False, ends: bool = False) -> bool:
+        """Whether a few blocks stand for all, by one size at which all are described. `ends`: and whether all but the
+        first and the last one are alike."""
         if self._short is None or not isinstance(ways, str):
             return False
-        key = (compute, ways, compiled_loss)
+        key = (compute, ways, compiled_loss, ends)
         if key not in self._proven:
             there = (s.samples for s in self._models if s[1:] == (self._sequence, compute, False, _hosted(ways)))
             whole = self.model(next(there, 1), compute, recompute=ways)
@@ -74,7 +78,48 @@ class Sizes:
             few = self._extended(cut, cut, whole.samples, ways, compiled_loss)
             step = self._step(whole, ways, compiled_loss)
             self._proven[key] = few is not None and _are_equal(few, (whole, step))
+            if ends and self._proven[key]:
+                self._proven[key] = self._are_alike(cut, ways, compiled_loss)
         return self._proven[key]
+
+    def stages(self, samples: int, compute: str, ways: Ways, *, compiled_loss: bool = False) -> tuple[Model, Steps]:
+        """The model of a pipeline, and the steps of its stages, both at `samples`; of stages that are alike by one of
+        them."""
+        key = ("stages", samples, compute, ways, compiled_loss)
+        if key not in self._staged:
+            found = None
+            if self._short is not None and self.proof.is_proven(compute, ways, compiled_loss=compiled_loss, ends=True):
+                found = self._extended_stages(self._cut(samples, compute, ways), ways, compiled_loss)
+            if found is None:
+                model = self.model(samples, compute, recompute=ways)
+                found = model, stage_steps(model, ways, compiled_loss=compiled_loss)
+            self._staged[key] = found
+        return self._staged[key]
+
+    def _extended_stages(self, short: Model, ways: Ways, compiled_loss: bool) -> tuple[Model, Steps] | None:
+        """The pipeline of `short`, some of whose stages are others that are alike."""
+        stages: list[Stage] = []
+        steps: list[tuple[Step, Step | None]] = []
+        for number, stage in enumerate(short.stages):
+            if stage.few is None:
+                return None
+            compiled = compiled_loss and number == len(short.stages) - 1
+            own = self._step(stage.model, ways, compiled)
+            found = stage_model(stage, self._step(stage.model, NONE))
+            if found is None:
+                return None
+            model, blocks = found
+            key = (id(own), stage.few.number)
+            if blocks is None:
+                self._extensions[key] = own
+            elif key not in self._extensions:
+                step = whole_step(own, blocks, model.tape.brought)
+                if step is None:
+                    return None
+                self._extensions[key] = step
+            stages.append(stage._replace(model=as_stage(model, number), few=None))
+            steps.append((self._extensions[key], None))
+        return pipeline_model(tuple(stages), short.tape.batch_nbytes), tuple(steps)
 
     def _extended(
         self, one: Model, two: Model, samples: int, ways: Ways, compiled_loss: bool
@@ -88,6 +133,13 @@ class Sizes:
             step = scaled(step, self._step(two, ways, compiled_loss), samples)
         found = whole_step(step, blocks, model.tape.brought)
         return None if found is None else (model, found)
+
+    def _are_alike(self, short: Model, ways: Ways, compiled_loss: bool) -> bool:
+        """Whether the blocks of `short` are alike but for the first and the last one: then fewer of them stand for
+        fewer, too."""
+        assert short.cut is not None
+        blocks = blocks_of(short, (short.cut[0], KEPT - 1))
+        return blocks is not None and whole_step(self._step(short, ways, compiled_loss), blocks, ()) is not None
 
     def _cut(self, samples: int, compute: str, ways: Ways) -> Model:
         assert self._short is not None

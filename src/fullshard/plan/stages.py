@@ -11,8 +11,8 @@ from .machine import Hardware
 from .pipeline import SEND_BACKWARD, SEND_FORWARD, Action, StageStep, Table, simulate_pipeline
 from .recomputation import NONE
 from .result import Limited, Plan, duration, gigabytes, planned
-from .spans import Step, scaled, steps_of
-from .strategy import Strategy, units_of
+from .spans import Step, steps_of
+from .strategy import Strategy, Unit, units_of
 
 Ways = str | tuple[str, ...]
 # The spans of each stage; and with its gradients of weights apart, if a schedule has them so.
@@ -40,24 +40,29 @@ def stage_steps(model: Model, recompute: Ways, *, compiled_loss: bool = False) -
     return tuple(found)
 
 
-def scaled_steps(one: Steps, two: Steps, samples: int) -> Steps:
-    """The steps at another size of the micro-batch, as `spans.scaled`."""
-    return tuple(
-        (scaled(a, b, samples), None if a2 is None or b2 is None else scaled(a2, b2, samples))
-        for (a, a2), (b, b2) in zip(one, two, strict=True)
-    )
+def steps_on_ranks(
+    model: Model, steps: Steps, strategy: Strategy, units: Sequence[tuple[Unit, ...]] | None = None
+) -> list[StageStep]:
+    """The stages of `model` under a strategy. `steps`: at its size of the micro-batch; `units`: of each stage, if they
+    are there already."""
+    share = strategy.micro / model.samples
+    units = [units_of(stage.model, strategy) for stage in model.stages] if units is None else units
+    return [
+        StageStep(
+            own,
+            step,
+            halves,
+            stage.given_nbytes * share,
+            stage.made_nbytes * share,
+            model.tape.batch_nbytes * share,
+            stage.model.buffer_nbytes,
+        )
+        for own, stage, (step, halves) in zip(units, model.stages, steps, strict=True)
+    ]
 
 
-def pipeline_plan(
-    model: Model,
-    steps: Steps,
-    table: Table,
-    strategy: Strategy,
-    hardware: Hardware,
-    limits: Limited | None = None,
-) -> Plan:
-    """The plan of the rank with the largest peak, with those of all ranks of the pipeline. `steps`: at the strategy's
-    size of the micro-batch; `table`: of its schedule and number of micro-batches."""
+def check_pipeline(model: Model, strategy: Strategy, hardware: Hardware) -> None:
+    """Raise `ValueError` for what the hardware or the schedule does not allow."""
     if strategy.float8 and not hardware.float8:
         raise ValueError(f"float8: expected a device with products in float8, found {hardware.name}")
     splits = any(stage.halves is not None for stage in model.stages)
@@ -67,26 +72,30 @@ def pipeline_plan(
             f"reshard: expected never with {strategy.schedule}, which computes gradients of weights apart and needs "
             f"full ones until then, found another setting"
         )
-    share = strategy.micro / model.samples
-    stages = [
-        StageStep(
-            units_of(stage.model, strategy),
-            step,
-            halves,
-            stage.given_nbytes * share,
-            stage.made_nbytes * share,
-            model.tape.batch_nbytes * share,
-            stage.model.buffer_nbytes,
-        )
-        for stage, (step, halves) in zip(model.stages, steps, strict=True)
-    ]
+
+
+def pipeline_plan(
+    model: Model,
+    steps: Steps,
+    table: Table,
+    strategy: Strategy,
+    hardware: Hardware,
+    limits: Limited | None = None,
+    *,
+    units: Sequence[tuple[Unit, ...]] | None = None,
+    brief: bool = False,
+) -> Plan:
+    """The plan of the rank with the largest peak, with those of all ranks of the pipeline. `steps`, `units`: as in
+    `steps_on_ranks`; `table`: of its schedule and number of micro-batches; `brief`: as of `simulate`."""
+    check_pipeline(model, strategy, hardware)
+    stages = steps_on_ranks(model, steps, strategy, units)
     ranks = []
-    for row, simulated in zip(table, simulate_pipeline(stages, table, strategy, hardware), strict=True):
+    for row, simulated in zip(table, simulate_pipeline(stages, table, strategy, hardware, brief=brief), strict=True):
         own = sorted({action.stage for action in row})
         merged, step = _together(model, stages, own)
         sent = _sent(row, stages)
-        units = tuple(unit for number in own for unit in stages[number].units)
-        plan = planned(merged, step, strategy, hardware, units, simulated, limits or Limited())
+        there = tuple(unit for number in own for unit in stages[number].units)
+        plan = planned(merged, step, strategy, hardware, there, simulated, limits or Limited())
         ranks.append(replace(plan, here=tuple(own), given=sent))
     largest = max(ranks, key=lambda plan: plan.peak_nbytes)
 

@@ -17,7 +17,7 @@ from fullshard.migrate.parallelism import Parallelism
 from fullshard.migrate.schedules import find_schedule
 from fullshard.plan import Plan, Planner, Strategy, find_hardware
 from fullshard.plan.description import Model
-from fullshard.plan.facts import describe, describe_stages, measured_cpu, physical_nbytes
+from fullshard.plan.facts import Alike, describe, describe_stages, measured_cpu, physical_nbytes
 from fullshard.plan.machine import PROFILES
 from fullshard.plan.pipeline import Table, read_table
 from fullshard.plan.recomputation import keeping, on_host
@@ -103,10 +103,18 @@ def strategy_of(config: Config, world: int, backend: str) -> Strategy:
 
 
 def described_by(
-    plan: Parallelism, program: Program, name: str, ranks: int, output: str | None = None, **sizes: Any
+    plan: Parallelism,
+    program: Program,
+    name: str,
+    ranks: int,
+    output: str | None = None,
+    *,
+    alike: dict[object, Alike] | None = None,
+    **sizes: Any,
 ) -> Model:
     """`program` as data, as one rank of `ranks` has it by `plan`; of a pipeline each of its stages. `output`: the dtype
-    of what stages give, None for the one that it has."""
+    of what stages give, None for the one that it has. `alike`: for a pipeline with `blocks` among `sizes`: stages that
+    stand for others, by the other degrees (`describe_stages`)."""
     cuts = plan.tensor_parallel_degree > 1
     shared = plan.context_parallel_degree > 1 or plan.expert_parallel_degree > 1
     sizes |= {"tensor": plan.tensor_parallel_degree, "shared": shared}
@@ -117,7 +125,12 @@ def described_by(
 
     program = program if cuts or shared else replace(program, parallelize=None)
     dtype = None if output is None else getattr(torch, output)
-    return describe_stages(StagePrograms(program, plan, plan.on(ranks), output=dtype), name, **sizes)
+    found = None
+    if sizes.pop("blocks", 0):
+        others = ranks // plan.pipeline_parallel_degree if plan.expert_parallel_degree > 1 else 0
+        degrees = plan.tensor_parallel_degree, plan.expert_parallel_degree, others
+        found = {} if alike is None else alike.setdefault(degrees, {})
+    return describe_stages(StagePrograms(program, plan, plan.on(ranks), output=dtype), name, alike=found, **sizes)
 
 
 @lru_cache(maxsize=64)
