@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import shutil
 import sys
@@ -135,7 +134,7 @@ def _run(arguments: argparse.Namespace) -> int:
     from fullshard.plan.repeats import KEPT
     from fullshard.plan.result import FAILURE_HOURS, assumptions, table
     from fullshard.plan.stages import stage_lines, stage_rows
-    from fullshard.train.planned import described_by, table_of
+    from fullshard.train.planned import described_by, table_of, without_old_objects
 
     for name in (
         "ranks",
@@ -167,7 +166,6 @@ def _run(arguments: argparse.Namespace) -> int:
     asked = _source(arguments, hardware.backend)
     strategy, about = asked.strategy, asked.about
     keep = [name.strip() for name in (arguments.keep_float32 or "").split(",") if name.strip()]
-
     alike: dict[object, Any] = {}
 
     def describer(programs: Callable[[int | None], Program], plan: Parallelism, blocks: int = 0) -> Describe:
@@ -177,8 +175,7 @@ def _run(arguments: argparse.Namespace) -> int:
             if sequence not in made:
                 made[sequence] = programs(sequence)
             sizes: dict[str, Any] = {"samples": samples, "compute": compute, "alone": alone, "keep_float32": keep}
-            sizes |= {"on_cpu": hardware.blocking, "recompute": recompute}
-            sizes |= {"blocks": blocks, "alike": alike} if blocks else {}
+            sizes |= {"on_cpu": hardware.blocking, "recompute": recompute, "alike": alike, "blocks": blocks}
             return described_by(plan, made[sequence], arguments.source, strategy.ranks, asked.output, **sizes)
 
         return described
@@ -209,7 +206,7 @@ def _run(arguments: argparse.Namespace) -> int:
         return 0
     plan = planner.plan(strategy)
     searched = arguments.search or not plan.fits
-    with _progress() as say, _without_old_objects():
+    with _progress() as say, without_old_objects():
         changes = planner.search(strategy, meshes=arguments.search, most=_SHOWN, say=say) if searched else []
         least = None if plan.fits else planner.least_ranks(strategy)
     for option, path, text in (("--svg", arguments.svg, svg), ("--html", arguments.html, page)):
@@ -248,17 +245,6 @@ def _run(arguments: argparse.Namespace) -> int:
     if arguments.assumptions:
         print("\nassumed\n" + "\n".join(f"  {text}" for text in assumptions(plan)))
     return 0 if plan.fits else 1
-
-
-@contextmanager
-def _without_old_objects() -> Iterator[None]:
-    """What is there, such as all of torch, is not looked through by each recording of a step, which collects
-    garbage."""
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""What a pipeline takes and holds at least, by a walk through its table with whole passes instead of spans.
+"""Finds what a pipeline takes and holds at least, by a walk through its table with whole passes instead of spans.
 
 Each rank does its actions in order, as in `simulate_pipeline`, and nothing takes longer or holds more than there:
 
@@ -38,7 +38,7 @@ from .strategy import Group, Strategy, Unit
 
 
 class Least(NamedTuple):
-    """Of a step: seconds, and the bytes of the rank that has most, on its device as they are counted and on the
+    """The seconds of a step, and the bytes of the rank that has most, on its device as they are counted and on the
     host."""
 
     seconds: float

@@ -24,7 +24,7 @@ from .simulation import itemsize_of
 from .sizes import Describe as Describe
 from .sizes import Sizes
 from .sizes import Ways as Ways
-from .spans import Step, scaled, steps_of
+from .spans import Step, steps_of
 from .stages import Steps, check_pipeline, pipeline_plan, stage_steps, steps_on_ranks
 from .strategy import Strategy, Unit, units_of
 
@@ -76,7 +76,6 @@ class Planner:
             describe, sequence, None if short is None else short(degrees), proof or self._undivided(degrees)
         )
         self._stage_steps: dict[tuple[object, ...], Steps] = {}
-        self._scaled: dict[tuple[object, ...], Step] = {}
         self._stage_units: dict[Strategy, list[tuple[Unit, ...]]] = {}
         self._units: dict[Strategy, tuple[Unit, ...]] = {}
         self._curable: dict[tuple[int, str], bool] = {}
@@ -108,7 +107,7 @@ class Planner:
         return plan_of(model, step, here, self.hardware, **self._limits, units=self._units_of(here), brief=True)
 
     def _undivided(self, degrees: Degrees) -> Sizes | None:
-        """Where it is found whether the blocks of the stages of a pipeline are alike: the model without one."""
+        """Returns where it is found whether the blocks of the stages of a pipeline are alike: the model without one."""
         whole: Degrees = (*degrees[:3], 1)
         if degrees[3] == 1 or self.divide is None or self.short is None:
             return None
@@ -116,23 +115,9 @@ class Planner:
         return None if described is None else Sizes(described, self.sequence, short, None)
 
     def _staged(self, strategy: Strategy) -> tuple[Model, Steps]:
-        """The model of a pipeline at one sample, and the steps of its stages at the strategy's micro-batch."""
-        given = strategy.computed, self._ways(strategy)
-        model, ones = self.sizes.stages(1, *given, compiled_loss=strategy.compiled_loss)
-        _, twos = self.sizes.stages(2, *given, compiled_loss=strategy.compiled_loss)
-        micro = strategy.micro
-        return model, tuple(
-            (self._at_samples(one, two, micro), None if half is None else self._at_samples(half, other, micro))
-            for (one, half), (two, other) in zip(ones, twos, strict=True)
-        )
-
-    def _at_samples(self, one: Step, two: Step | None, samples: int) -> Step:
-        """As `scaled`, once for stages that are alike."""
-        assert two is not None
-        key = id(one), id(two), samples  # steps stay
-        if key not in self._scaled:
-            self._scaled[key] = scaled(one, two, samples)
-        return self._scaled[key]
+        """The model of a pipeline at one sample, and the steps of its stages at the micro-batch of the strategy."""
+        given = strategy.micro, strategy.computed, self._ways(strategy)
+        return self.sizes.stages_at(*given, compiled_loss=strategy.compiled_loss)
 
     def _steps_of(self, model: Model, strategy: Strategy) -> Steps:
         key = (id(model), self._ways(strategy), strategy.compiled_loss)  # models stay
@@ -154,7 +139,7 @@ class Planner:
         return self._stage_units[key]
 
     def least(self, strategy: Strategy) -> Least:
-        """What a pipeline takes and holds at least. Raises `ValueError` where it cannot be planned."""
+        """The least that a pipeline takes and holds. Raises `ValueError` where it cannot be planned."""
         assert self.table is not None
         here = self._here(strategy)
         model, steps = self._staged(strategy)

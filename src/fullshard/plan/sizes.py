@@ -39,7 +39,8 @@ class Sizes:
         self._steps: dict[tuple[object, ...], tuple[Model, Step]] = {}
         self._proven: dict[tuple[str, Ways, bool, bool], bool] = {}
         self._staged: dict[tuple[object, ...], tuple[Model, Steps]] = {}
-        self._extensions: dict[tuple[int, int], Step] = {}
+        # Steps that were made of others, by these.
+        self._extensions: dict[tuple[int, ...], Step] = {}
 
     def model(
         self, samples: int, compute: str, *, sequence: int | None = None, alone: bool = False, recompute: Ways = NONE
@@ -81,6 +82,24 @@ class Sizes:
             if ends and self._proven[key]:
                 self._proven[key] = self._are_alike(cut, ways, compiled_loss)
         return self._proven[key]
+
+    def stages_at(self, samples: int, compute: str, ways: Ways, *, compiled_loss: bool = False) -> tuple[Model, Steps]:
+        """The model of a pipeline at one sample, and the steps of its stages at `samples`, as `at`."""
+        model, ones = self.stages(1, compute, ways, compiled_loss=compiled_loss)
+        _, twos = self.stages(2, compute, ways, compiled_loss=compiled_loss)
+        pairs = zip(ones, twos, strict=True)
+        return model, tuple(
+            (self._scaled(one, two, samples), None if half is None else self._scaled(half, other, samples))
+            for (one, half), (two, other) in pairs
+        )
+
+    def _scaled(self, one: Step, two: Step | None, samples: int) -> Step:
+        """Returns what `scaled` does, made once for stages that are alike."""
+        assert two is not None
+        key = id(one), id(two), samples  # steps stay
+        if key not in self._extensions:
+            self._extensions[key] = scaled(one, two, samples)
+        return self._extensions[key]
 
     def stages(self, samples: int, compute: str, ways: Ways, *, compiled_loss: bool = False) -> tuple[Model, Steps]:
         """The model of a pipeline, and the steps of its stages, both at `samples`; of stages that are alike by one of

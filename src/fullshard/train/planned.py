@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
@@ -131,6 +133,17 @@ def described_by(
         degrees = plan.tensor_parallel_degree, plan.expert_parallel_degree, others
         found = {} if alike is None else alike.setdefault(degrees, {})
     return describe_stages(StagePrograms(program, plan, plan.on(ranks), output=dtype), name, alike=found, **sizes)
+
+
+@contextmanager
+def without_old_objects() -> Iterator[None]:
+    """Keeps the collector of garbage, which each recording of a step asks, from objects that are there already, such as
+    all of torch."""
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 @lru_cache(maxsize=64)
