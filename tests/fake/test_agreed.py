@@ -17,7 +17,7 @@ from torch.distributed.tensor import Shard
 
 from fullshard import fully_shard
 from fullshard.agree import structure
-from fullshard.agree.differences import first_difference
+from fullshard.agree.differences import differences
 from fullshard.agree.ledger import TENSOR, Statement, dumps, stated
 from fullshard.agree.structure import Drift, describe, differing, digests_of, find_drift, mesh_text, meshes_of
 from fullshard.engine import unit_of
@@ -105,7 +105,7 @@ def test_each_fact_is_compared_by_itself() -> None:
                 other = described(odd.pop("change", nothing), odd.pop("after", nothing), **odd)
             finally:
                 ROOT.clear()
-            difference = first_difference({0: plain, 1: other})
+            difference = next(differences({0: plain, 1: other}), None)
             assert difference is not None and difference.fact.name == fact, (fact, difference and difference.text)
 
 
@@ -118,7 +118,7 @@ def test_with_the_guard_off_only_that_is_compared() -> None:
             assert described(nothing, nothing, reshard_after_forward=False) == off
         finally:
             ROOT.clear()
-        difference = first_difference({0: off, 1: described(nothing, nothing)})
+        difference = next(differences({0: off, 1: described(nothing, nothing)}), None)
         assert len(off) == 1 and difference is not None and difference.fact.name == "FULLSHARD_GUARD"
 
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fullshard.agree.differences import first_difference
+from fullshard.agree.differences import differences
 from fullshard.agree.ledger import OPTIONS, PARAMETER, UNIT, Statement, dumps, loads, read, stated
 from fullshard.peers import shown_ranks, variants
 
@@ -77,13 +77,13 @@ DIFFERENCES: list[tuple[str, list[list[Statement]], str]] = [
 
 @pytest.mark.parametrize(("lists", "text"), [case[1:] for case in DIFFERENCES], ids=[case[0] for case in DIFFERENCES])
 def test_the_first_difference_is_told(lists: list[list[Statement]], text: str) -> None:
-    difference = first_difference(dict(enumerate(lists)))
+    difference = next(differences(dict(enumerate(lists))), None)
     assert difference is not None and difference.text.startswith(text), difference and difference.text
 
 
 def test_equal_lists_do_not_differ() -> None:
-    assert first_difference({0: [A, P], 7: [A, P]}) is None
-    assert first_difference({3: []}) is None
+    assert not list(differences({0: [A, P], 7: [A, P]}))
+    assert not list(differences({3: []}))
 
 
 # A fact has a name: without one a difference is of the statement as a whole.
@@ -111,7 +111,7 @@ def test_ranks_with_equal_texts_share_what_is_read() -> None:
 def test_lists_differ_exactly_when_their_texts_do(lists: Any) -> None:
     """And each rank is named once. Naively, at the first place where not all are equal: what stands there on some
     rank is what differs."""
-    difference = first_difference(dict(enumerate(lists)))
+    difference = next(differences(dict(enumerate(lists))), None)
     assert (difference is not None) == (len({dumps(statements) for statements in lists}) > 1)
     if difference is not None:
         assert sorted(rank for ranks, _ in difference.values for rank in ranks) == list(range(len(lists)))

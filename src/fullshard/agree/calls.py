@@ -2,7 +2,7 @@
 
 `OptimizerFacts` describes the steps of an optimizer: only changes since the previous step are turned into text, and
 values on a device are not read, to avoid a synchronisation. `Calls` records these steps, gradient clipping, scaling and
-loads for one root. The owner of a parameter reports steps to the order of messages (order.py).
+loads for one root. The owner of a parameter reports steps to the order of messages (ledger.py).
 """
 
 from __future__ import annotations

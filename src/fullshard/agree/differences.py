@@ -104,11 +104,6 @@ class Difference(NamedTuple):
         return f"{subject}expected the same {fact} on every rank, found {' and '.join(found)}; {advice}"
 
 
-def first_difference(by_rank: Mapping[int, Sequence[Statement]]) -> Difference | None:
-    """The first of `differences`; None if all ranks state the same."""
-    return next(differences(by_rank), None)
-
-
 def differences(by_rank: Mapping[int, Sequence[Statement]]) -> Iterator[Difference]:
     """The differences between the statements of ranks, in their order, up to the first that only some ranks have; then
     those of replicas."""

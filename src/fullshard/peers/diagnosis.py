@@ -53,6 +53,11 @@ class Record:
         at = self.said.get("at") or ""
         return f" ({at})" if at else ""
 
+    @property
+    def machine(self) -> str:
+        """The machine of its process."""
+        return str(self.said["process"]).partition(" ")[0]
+
     def far(self, scope: str) -> Mapping[str, Any] | None:
         """The progress of the rank in that scope; None: it was never in it."""
         found: Mapping[str, Any] | None = self.said.get("far", {}).get(scope)
@@ -112,8 +117,8 @@ class Reader:
         for rank, text in texts.items():
             known = self._seen.get(rank)
             if known is None or known.text != text:
-                said = _loads(text)
-                if said is not None:
+                said = json.loads(text) if text else {"mail": []}
+                if "mail" not in said:
                     known = _Seen(text, Record(rank, said), now, self._host.condition(said["process"])[1])
                     self._seen[rank] = known
             if known is not None:
@@ -153,18 +158,12 @@ class Reader:
         return found if waits and waits == before else {}
 
 
-def _loads(text: str) -> dict[str, Any] | None:
-    """A record; None for mail."""
-    said: dict[str, Any] = json.loads(text) if text else {"mail": []}
-    return None if "mail" in said else said
-
-
 def witnesses(quiet: Iterable[Record], others: Iterable[Record]) -> dict[int, int]:
     """Returns for each rank of `quiet` another one on the same machine, which can see its process."""
     machines: dict[str, int] = {}
     for record in others:
-        machines.setdefault(_machine(record), record.rank)
-    return {record.rank: machines[_machine(record)] for record in quiet if _machine(record) in machines}
+        machines.setdefault(record.machine, record.rank)
+    return {record.rank: machines[record.machine] for record in quiet if record.machine in machines}
 
 
 def seen_by(others: Iterable[Record]) -> dict[int, tuple[str, int]]:
@@ -173,17 +172,10 @@ def seen_by(others: Iterable[Record]) -> dict[int, tuple[str, int]]:
     return {int(rank): (what, used) for rank, (what, used) in told}
 
 
-def _machine(record: Record) -> str:
-    return str(record.said["process"]).partition(" ")[0]
-
-
 def missing(wait: Mapping[str, Any], records: Mapping[int, Record], own: int) -> list[int]:
     """The ranks that `wait`, of rank `own`, waits for and that have not done their part."""
-    return [rank for rank in ranks_of(wait["ranks"]) if rank != own and not _has_come(rank, wait, records)]
-
-
-def _has_come(rank: int, wait: Mapping[str, Any], records: Mapping[int, Record]) -> bool:
-    return rank in records and records[rank].has_come(wait)
+    others = [rank for rank in ranks_of(wait["ranks"]) if rank != own]
+    return [rank for rank in others if rank not in records or not records[rank].has_come(wait)]
 
 
 def needed(records: Iterable[Record]) -> set[int]:
@@ -337,20 +329,13 @@ def published(records: Iterable[Record], scope: str, epoch: int) -> list[Fault]:
         if "ended" in record.said:
             # A rank that was never in the scope will not come either.
             far = record.far(scope) or {"epoch": epoch, "issued": {}, "asked": 0}
-            found.append(
-                Fault(
-                    record.rank,
-                    "ended",
-                    record.said["ended"],
-                    scope,
-                    far["epoch"],
-                    record.said.get("step", -1),
-                    record.said.get("doing", ""),
-                    far["issued"],
-                    far["asked"],
-                )
-            )
+            found.append(_fault(record, "ended", record.said["ended"], scope, **far))
     return [fault for fault in found if fault.epoch == epoch]
+
+
+def _fault(record: Record, kind: str, text: str, scope: str, **more: Any) -> Fault:
+    said = record.said
+    return Fault(record.rank, kind, text, scope, step=said.get("step", -1), doing=said.get("doing", ""), **more)
 
 
 # ---- leader ----------------------------------------------------------------------------------------------------------
@@ -461,8 +446,9 @@ class Leader:
         seen = self._seen_elsewhere(own_records, silence, now)
         for record in own_records:
             if record.rank != self._watch.rank and (text := self._reader.lost(record, silence, now, seen)):
-                gone = self._reader.condition(record, seen)[0] == "gone"
-                self._deliver(scope, self._found(scope, record, text, records, gone), now)
+                gone, meets = self._reader.condition(record, seen)[0] == "gone", meetings(records, scope.name)
+                fault = _fault(record, "lost", text, scope.name, epoch=scope.epoch, meets=meets, gone=gone)
+                self._deliver(scope, fault, now)
         told = scope.causes()
         if told:
             # Ranks that still wait there have not read it, or another message overwrote it.
@@ -496,11 +482,6 @@ class Leader:
         for witness, looks in asked.items():
             self._watch.ask(witness, looks)
         return seen
-
-    def _found(self, scope: Scope, record: Record, text: str, records: Mapping[int, Record], gone: bool) -> Fault:
-        step, doing = record.said.get("step", -1), record.said.get("doing", "")
-        meets = meetings(records, scope.name)
-        return Fault(record.rank, "lost", text, scope.name, scope.epoch, step, doing, meets=meets, gone=gone)
 
     def _disagree(self, found: Mapping[int, Record], now: float) -> None:
         """Tell all scopes in which a rank of `found` waits."""

@@ -309,8 +309,7 @@ class Scope:
         known = failures.own
         if known is not None and known.attempts >= failures.attempts and (vague or not known.vague):
             return
-        fault = self.own_fault(kind, text[:TEXT_CHARACTERS])
-        fault = replace(fault, attempts=failures.attempts, vague=vague)
+        fault = replace(self.own_fault(kind, text[:TEXT_CHARACTERS]), attempts=failures.attempts, vague=vague)
         failures.own = fault
         # If the store ended with the process that served it, no rank can be notified.
         with suppress(RuntimeError, OSError):
@@ -320,18 +319,8 @@ class Scope:
 
     def own_fault(self, kind: str, text: str) -> Fault:
         """A fault of this rank, with how far it has come."""
-        return Fault(
-            self.rank,
-            kind,
-            text,
-            self.name,
-            self.epoch,
-            self.step(),
-            self.told,
-            self.groups.issued,
-            self.asked,
-            block=self.failures.block,
-        )
+        far: dict[str, Any] = {"issued": self.groups.issued, "asked": self.asked, "block": self.failures.block}
+        return Fault(self.rank, kind, text, self.name, self.epoch, self.step(), self.told, **far)
 
     @contextmanager
     def reporting(self, where: str) -> Iterator[None]:
