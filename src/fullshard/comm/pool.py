@@ -27,7 +27,7 @@ _KNOWN_KEYS = 4096
 _FREED = torch.empty(0)
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, repr=False)
 class Buffer:
     """One buffer and its views. The caller of `take` owns it until `give`."""
 

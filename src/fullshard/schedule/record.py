@@ -64,7 +64,7 @@ class Use(NamedTuple):
 NOWHERE = 1 << 62
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, repr=False)
 class UnitPlan:
     """The facts that the rules read about a unit and never write: the user's settings, and facts about its
     parameters."""
@@ -92,7 +92,7 @@ class UnitPlan:
     backward_prefetch: tuple[UnitRecord, ...] = ()
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, repr=False)
 class Pins:
     """Why the full parameters of a unit must stay in memory (section "pins" below)."""
 
@@ -104,7 +104,7 @@ class Pins:
     brought: bool = False
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, repr=False)
 class Sending:
     """When the unit's gradients are sent (order.py)."""
 
@@ -118,7 +118,7 @@ class Sending:
     settled: bool = False
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, repr=False)
 class Joining:
     """Says whose messages a rank joins that leaves optional units out (optional.py)."""
 
@@ -182,7 +182,7 @@ class UnitRecord:
         return f"<unit {self.name} {self.full.name} {self.phase.name}>"
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, repr=False)
 class OptionalUses:
     """The uses of optional units, which every rank visits in backward (optional.py)."""
 
@@ -201,7 +201,7 @@ class OptionalUses:
     reached: set[int] = field(default_factory=set)
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, repr=False)
 class Owed:
     """Messages of gradients that were not sent yet (order.py)."""
 
