@@ -26,7 +26,7 @@ from torch import nn
 
 import fullshard
 from fullshard import checkpoint, fully_shard
-from fullshard.peers import process
+from fullshard.peers import store
 
 WIDTH, BATCH = 32, 12
 
@@ -92,7 +92,7 @@ def main() -> None:
         checkpoint.set_state_dict(
             model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
         )
-    say(event="begins", step=state["step"], node=process.node(), pid=os.getpid())
+    say(event="begins", step=state["step"], node=store.node(), pid=os.getpid())
     with fullshard.observe.Recorder(model, arguments.see, optimizer) if arguments.see else nullcontext() as recorder:
         for step in range(state["step"], arguments.steps):
             if recorder is not None:
