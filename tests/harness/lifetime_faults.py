@@ -135,21 +135,21 @@ LIFETIMES: dict[str, Lifetime] = {
         lifetimes.collects,
     ),
     "nothing ends the wait for a connection": Lifetime(
-        SeededFault(_CONNECTED, "wait_until(lambda: connecting.is_over, wait)", "connecting.join()"),
+        SeededFault(_CONNECTED, "wait_until(made.done, wait)", "made.exception()"),
         lifetimes.dies_connecting,
         hangs=True,
     ),
     "connections are made outside of the watch": Lifetime(
         SeededFault(
             _CONNECTED,
-            "wait_until(lambda: connecting.is_over, wait)",
-            "while not connecting.is_over: time.sleep(0.01)",
+            "wait_until(made.done, wait)",
+            "while not made.done(): threading.Event().wait(0.01)",
         ),
         lifetimes.dies_connecting,
         hangs=True,
     ),
     "the error of a connection is dropped": Lifetime(
-        SeededFault(_CONNECTED, "return connecting.result()", "return connecting._made"), lifetimes.refused
+        SeededFault(_CONNECTED, "return made.result()", "return made._result"), lifetimes.refused
     ),
     "an abort is not called": Lifetime(SeededFault(f"{_DG}.cut", "self._group.abort()", "pass"), lifetimes.cuts),
     "a cut group is not known to be cut": Lifetime(

@@ -197,7 +197,7 @@ class Naive:
     def take(self, made: Action) -> None:
         self.history.setdefault(self.path, []).append(made)
         start = made._replace(flags=tuple(flag for flag in made.flags if flag not in ("stepped", "train")))
-        self.path = (start,) if made.starts else (*self.path, made)
+        self.path = (start,) if {*made.flags} & {"stepped", "eval", "train"} else (*self.path, made)
 
 
 @settings(max_examples=300, deadline=None)
