@@ -36,7 +36,7 @@ def test_fsdp2_writes_what_is_known_of_it(precision: str, world: int, written: f
     assert (found["written"], found["sent"]) == (pytest.approx(written, abs=5e-5), sent)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("precision", "written"), [("fp32", 0.3), ("mixed precision", 4.6), ("bf16 storage", 0.3)])
 def test_with_the_plan_of_nccl_little_is_written(precision: str, written: float) -> None:
     """The norms, which are packed, and casts: into the messages of both gathers, and of gradients for their sum. FSDP2
@@ -99,7 +99,7 @@ def _cast_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(MessageReduce, "split", cast)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("break_it", "more"), [(_stage_gathers, 0.5), (_stage_reductions, 4.0), (_copy_out, 8.0), (_cast_chunks, 1.5)]
 )

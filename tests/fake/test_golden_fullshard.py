@@ -63,7 +63,7 @@ def checked_and_without_prefetch() -> Iterator[None]:
         yield
 
 
-@pytest.mark.sample(48)
+@pytest.mark.sample(24)
 @pytest.mark.parametrize(("name", "reshard"), [case for case in CASES if case[0] != EARLIER])
 def test_the_commands_are_those_of_torch(name: str, reshard: str) -> None:
     """All that is compared, in one list, in the same order."""

@@ -122,6 +122,7 @@ def test_balanced_splits() -> None:
     assert split(nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))) == [("0", "1"), ("2",)]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("kind", ["Llama", "Qwen3", "Gemma3", "Mixtral", "GPT2"])
 def test_the_chain_of_hugging_face_s_models(kind: str) -> None:
     """By `base_model_pp_plan`, or around the blocks."""

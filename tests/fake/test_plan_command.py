@@ -67,7 +67,7 @@ def cannot_be_built() -> Program:
     return replace(program(), model=_Fails)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("name", "strategy"),
     [
@@ -385,6 +385,7 @@ def test_70b_on_1024_ranks_takes_seconds() -> None:
 # ---- dials of times, margins, and what comes after a run -------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_dials_of_storage_and_kernels(capsys: pytest.CaptureFixture[str]) -> None:
     entry = f"{__name__}:program"
     found = []

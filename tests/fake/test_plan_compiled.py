@@ -73,6 +73,7 @@ def test_what_cannot_be_compiled_so_is_refused() -> None:
         steps_of(described(inside), compiled_loss=True)
 
 
+@pytest.mark.slow
 def test_a_plan_with_a_compiled_loss() -> None:
     planner = Planner(lambda n, s, c, a, r: describe(program(), "m", samples=n, compute=c), find_hardware("h100"))
     asked = Strategy(ranks=2, compute="bfloat16", reduce="float32", micro=3)

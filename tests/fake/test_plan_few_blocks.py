@@ -60,7 +60,7 @@ def test_six_blocks_stand_for_all_in_every_way_of_recomputation() -> None:
     _expect_proven(_sizes(_llama()), WAYS)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.slow
 @pytest.mark.hang_after(300)
 @pytest.mark.parametrize(
     ("plan", "tensor"),

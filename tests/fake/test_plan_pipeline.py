@@ -171,6 +171,7 @@ def planned(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, s
     return code, said.out, said.err
 
 
+@pytest.mark.slow
 def test_the_largest_stage_is_the_answer(capsys: pytest.CaptureFixture[str]) -> None:
     def with_(*arguments: str) -> dict[str, Any]:
         code, out, _ = planned(
@@ -228,7 +229,7 @@ def test_the_search_tries_pipelines(capsys: pytest.CaptureFixture[str]) -> None:
     assert "PP 4, micro-batch 1 x 16, recompute whole" in found
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("entry", "arguments", "said"),
     [

@@ -147,7 +147,7 @@ def _sharded(model: nn.Module, kinds: tuple[type[nn.Module], ...], setting: Sett
     return fully_shard(model, **options)
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", SETTINGS)
 @pytest.mark.parametrize("kind", MODELS)
 def test_the_expected_peak_is_what_is_counted(kind: str, name: str) -> None:

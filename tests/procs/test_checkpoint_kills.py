@@ -264,7 +264,7 @@ def _loads(folder: Path, expected: dict[str, torch.Tensor]) -> int:
     return schema
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @behaviour(
     "an upgrade of a checkpoint killed before any file operation: the old one is whole or the new one is",
     area="checkpoints",

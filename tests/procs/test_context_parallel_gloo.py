@@ -108,7 +108,7 @@ HF = [
 ]
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("world", "name", "kind", "variant", "recomputes"), HF)
 def test_models_of_transformers(world: int, name: str, kind: str, variant: str, recomputes: bool) -> None:
     for actual, expected in pool(world).run(_trains, name, kind, variant, recomputes, timeout=110.0):

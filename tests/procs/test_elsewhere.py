@@ -181,6 +181,7 @@ def _question_and_meeting(rank: int) -> tuple[list[tuple[str, float]], list[Tens
     return found, training.state()
 
 
+@pytest.mark.slow
 def test_who_waits_for_an_answer_is_told_and_told_again() -> None:
     by_rank = run_forks(2, _question_and_meeting, (), 40)
     ((first, again), _), ((other,), _) = by_rank

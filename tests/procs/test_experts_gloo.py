@@ -89,7 +89,7 @@ def differs(rank: int, plan: Any, what: str) -> tuple[str, float]:
     return raised(lambda: loss(model, batch(1, prepared.share[0])).backward())
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.hang_after(200)
 @pytest.mark.parametrize("what", ["top-k", "experts"])
 @pytest.mark.parametrize(("world", "plan"), PLANS)

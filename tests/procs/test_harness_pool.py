@@ -109,6 +109,7 @@ class _NoStore(dist.Store):
     """Fails at the first use, as a peer's closed connection does."""
 
 
+@pytest.mark.slow
 def test_a_process_that_failed_to_join_a_group_is_replaced() -> None:
     """torch counts the group that was not made: the next has another name there, and all ranks would hang."""
     before = pool(2).run(_fails_to_join)
@@ -156,6 +157,7 @@ def _sleeps_for_ever() -> None:
     time.sleep(10_000)
 
 
+@pytest.mark.slow
 def test_a_hang_is_reported_with_all_stacks_within_its_time() -> None:
     _assert_clean()  # so that the start of the processes is not part of the time below
     start = time.monotonic()
@@ -168,6 +170,7 @@ def test_a_hang_is_reported_with_all_stacks_within_its_time() -> None:
     _assert_clean()
 
 
+@pytest.mark.slow
 def test_the_hang_timer_of_the_test_tells_the_ranks_stacks_too() -> None:
     _assert_clean()  # so that the start of the processes is not part of the two seconds
     start = time.monotonic()

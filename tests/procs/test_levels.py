@@ -123,7 +123,7 @@ def _settings(rank: int) -> None:
             model.set_communication("all-to-all")
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("rates", "ways", "peers"),
     [
@@ -331,6 +331,7 @@ def _frozen(rank: int) -> None:
             assert torch.equal(found, wanted)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rates", [SLOW_LINK, pytest.param(SLOW_MEMORY, marks=pytest.mark.slow)])
 def test_optional_units_that_some_ranks_leave_out(rates: Rates) -> None:
     run_forks(4, _optional, (rates,), TIMEOUT)

@@ -41,7 +41,7 @@ def _trains_after_an_error(rank: int, where: str, on: int, kept: bool) -> tuple[
     return collect(model, optimizer), said
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("where", "on", "kept"),
     [

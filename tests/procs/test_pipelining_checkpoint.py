@@ -146,7 +146,7 @@ def _equal(one: dict[str, Any], other: dict[str, Any]) -> None:
         assert settings == other[name][1], name
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options", [{}, {"tensors": True}, {"apart": True}], ids=["one optimizer", "lr a tensor", "one for each stage"]
 )

@@ -109,7 +109,7 @@ def assert_first_loss(printed: float, config: Config, rows: list[Any], model: nn
     assert printed == pytest.approx(loss, rel=near)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("template", [CHATML, MARKED])
 def test_one_and_two_processes_and_a_stop(tmp_path: Path, template: str) -> None:
     """Equal in every bit, and the first loss is that of plain torch over the tokens that count."""

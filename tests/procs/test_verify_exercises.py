@@ -59,7 +59,7 @@ def test_exercises_beside_tensor_parallelism(strategy: str, world: int, tmp_path
     assert result.verdict == "equal", result.difference
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", EXERCISED)
 def test_a_fault_is_found_and_named(name: str, tmp_path: Path) -> None:
     case = EXERCISED[name]

@@ -30,6 +30,7 @@ def test_a_hang_raises_with_the_stacks_of_all_threads() -> None:
     assert time.monotonic() - start < 5
 
 
+@pytest.mark.slow
 def test_a_hang_outside_python_ends_the_process_with_its_stacks() -> None:
     """The signal is blocked, as it is in effect by C code that never returns: only the second stage can end it."""
     code = """

@@ -97,7 +97,7 @@ def _cases(seed: int) -> tuple[Describe, Divided, Hardware, float, Strategy]:
     return described(1, False), divide, hardware, whole * draw.choice([0.1, 0.5, 0.9, 1.1, 2, 100]), asked
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.hang_after(400)
 @pytest.mark.parametrize("seed", range(60))
 def test_the_search_finds_what_a_search_through_everything_finds(seed: int) -> None:

@@ -72,6 +72,7 @@ def test_those_of_each_version_are_there(version: str) -> None:
 # ---- from schema 1 to schema 2 -----------------------------------------------------------------------------------
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("out", [None, "other"])
 def test_upgraded_checkpoints_are_what_they_were(out: str | None, tmp_path: Path) -> None:
     """In place, or elsewhere; tensor by tensor, and by a load."""

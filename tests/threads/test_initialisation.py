@@ -84,7 +84,7 @@ def assert_close(ours: dict[str, Tensor], theirs: dict[str, Tensor], allowed: di
         assert ours[name].dtype is expected.dtype and tolerance.largest(ours[name], expected) <= allowed[name], name
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @behaviour("meta device, `to_empty`, `reset_parameters`: trains as the model built with data", area="initialisation")
 @for_each_implementation
 @pytest.mark.parametrize("optimizer_first", [False, True])

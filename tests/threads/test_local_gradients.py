@@ -67,7 +67,7 @@ def _train(impl: Implementation, rank: int, policy: str, **options: Any) -> list
     return seen
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("after_forward", [True, False])
 @pytest.mark.parametrize("after_backward", [True, False])

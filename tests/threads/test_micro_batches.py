@@ -185,7 +185,7 @@ def test_a_later_piece_fails(base: nn.Module, where: str) -> None:
         _assert_equal(state, expected)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"reshard_after_forward": 2}, {"reshard_after_forward": False}], ids=str)
 def test_it_searches_for_the_largest(base: nn.Module, options: dict[str, Any]) -> None:
     """Half of what failed at first, later what lies between; close to whole batches in plain training."""

@@ -391,6 +391,7 @@ def _backward_alone(rank: int, world: int) -> list[Tensor]:
     return [_local(parameter.grad) for parameter in parameters if parameter.grad is not None]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("world", [1, WORLD])
 def test_a_graph_keeps_the_model_whose_outputs_it_has(world: int) -> None:
     for gradients in run_ranks(world, _backward_alone, world):

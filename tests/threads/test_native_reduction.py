@@ -89,6 +89,7 @@ MODEL = ModelSpec(
 )
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("world", [2, 3, pytest.param(4, marks=pytest.mark.slow)])
 def test_two_runs_have_the_same_bits(world: int) -> None:
     """Uneven rows, a parameter that some ranks do not use, and gradients of an accumulation window."""

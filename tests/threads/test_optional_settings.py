@@ -77,7 +77,7 @@ SETTINGS: dict[str, tuple[Callable[[Any], None], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_training_equals_one_process(world: int, setting: str) -> None:

@@ -435,7 +435,7 @@ def _ordered(rank: int, optional: str, orders: Sequence[str], alone: bool) -> st
     return ""
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("optional", "orders", "said"),
     [

@@ -173,7 +173,7 @@ SETTINGS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_steps_that_are_replayed_are_steps(setting: str) -> None:
     """No alarm, from the first step on; parameters, moments, buffers and rate are bitwise those of single steps."""

@@ -169,6 +169,7 @@ def test_an_exception_in_a_question_is_told(at: int) -> None:
     assert run_ranks(2, ranks) == [[1, 0, None, {0: "0", 1: "1"}]] * 2
 
 
+@pytest.mark.slow
 def test_nobody_finds_a_question_answered_that_another_rank_gave_up() -> None:
     """It would continue with nobody."""
 
@@ -230,6 +231,7 @@ def test_a_meeting_begins_an_epoch() -> None:
     assert run_ranks(3, ranks) == [[3, 3]] * 3
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("pause", [0.0, 2.0])
 def test_a_rank_that_fails_once_more_ends_a_meeting(pause: float) -> None:
     """It counts its attempts: the others are not to begin one in which it takes no part, though it stands there."""

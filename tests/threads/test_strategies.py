@@ -72,7 +72,7 @@ def plain_training() -> Trained:
     return collect(model, optimizer)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @behaviour("trains as the plain model in worlds of 1, 2 and 4: {strategy}", area="strategies")
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @for_each_implementation

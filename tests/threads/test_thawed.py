@@ -80,7 +80,7 @@ def alone(first: dict[str, bool], build: Build) -> dict[str, Tensor]:
     return ends(model, second)
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("build", [adamw, in_two_groups, sgd, adagrad])
 @pytest.mark.parametrize("world", [1, 2])
 def test_thawed_parameters_begin_with_fresh_state(world: int, build: Build, tmp_path: Path) -> None:

@@ -121,7 +121,7 @@ def symptom(title: str) -> Callable[[Callable[[int, str], None]], Callable[[int,
     return add
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("title", BLOCKS)
 def test_row(title: str, world: int) -> None:

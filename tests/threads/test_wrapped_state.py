@@ -121,7 +121,7 @@ def bags(count: int) -> list[nn.Module]:
     return [copy.deepcopy(first) for _ in range(count)]
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("kind", CLASSES)
 @pytest.mark.parametrize(("saves", "loads"), [(2, 3), (3, 1), (1, 2)])
 def test_state_goes_to_any_number_of_ranks(kind: str, saves: int, loads: int, tmp_path: Path) -> None:
