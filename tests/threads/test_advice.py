@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import sys
+import threading
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import fullshard
 from fullshard import RanksDisagree, fully_shard
+from fullshard.engine.names import all_modules
 from tests.harness import tolerance
 from tests.harness.models import seeded
 from tests.harness.threads import run_ranks
@@ -224,6 +227,30 @@ def test_the_report_names_what_the_optimizer_has_besides() -> None:
         assert "Head.scale" in note and "Head.proj.weight" in note and "3 tensors" in note
 
     run_ranks(2, run)
+
+
+def test_looking_for_names_disturbs_no_other_thread() -> None:
+    """Python raises SystemError in a thread that makes a tuple to which another one has a reference."""
+    errors: list[BaseException] = []
+    over, interval, one = threading.Event(), sys.getswitchinterval(), Head(1.0)
+
+    def make() -> None:
+        while not over.is_set():
+            try:
+                tuple(number for number in range(20))
+            except SystemError as error:
+                errors.append(error)
+
+    thread = threading.Thread(target=make)
+    sys.setswitchinterval(1e-5)
+    thread.start()
+    try:
+        assert all(any(found is one for found in all_modules()) for _ in range(20))
+    finally:
+        over.set()
+        thread.join()
+        sys.setswitchinterval(interval)
+    assert not errors
 
 
 def test_a_model_sharded_with_the_head_in_it_trains() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterable, Sequence
+from itertools import chain
 from typing import Protocol
 
 from torch import Tensor, nn
@@ -84,4 +85,8 @@ def parameter_of(gradient: Tensor) -> Tensor | None:
 
 def all_modules() -> list[nn.Module]:
     """The modules of this process."""
-    return [one for one in gc.get_objects() if issubclass(type(one), nn.Module) and "_parameters" in vars(one)]
+    # A list of all objects has tuples that other threads are making, and these raise SystemError if anybody else has a
+    # reference to such a tuple. So the list lives inside of one call of C, and what is kept of it are classes.
+    kinds = set(map(type, chain.from_iterable(map(gc.get_objects, [None]))))
+    kinds = {kind for kind in kinds if issubclass(kind, nn.Module)}
+    return [one for one in gc.get_referrers(*kinds) if type(one) in kinds and "_parameters" in vars(one)]
