@@ -19,13 +19,13 @@ from fullshard.migrate.schedule_tables import rows_of
 from fullshard.migrate.schedules import SCHEDULES, stages_of
 from fullshard.plan import Strategy
 from fullshard.plan.account import KINDS, Simulated
-from fullshard.plan.description import UnitShape
+from fullshard.plan.description import Parameter, UnitShape
 from fullshard.plan.pipeline import Action, StageStep, Table, read_table, shown, simulate_pipeline
 from fullshard.plan.spans import Event, Span, Step, Work
-from fullshard.plan.strategy import Unit
+from fullshard.plan.strategy import Unit, units_of
 from fullshard.train.model import LlamaShape
 from fullshard.train.shapes import language_model
-from tests.pure.test_plan import PLAIN
+from tests.pure.test_plan import PLAIN, _model
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "train_pipeline.toml"
 # Messages take no time, and 100 operations a second.
@@ -90,6 +90,19 @@ def test_two_ranks_and_two_micro_batches_with_pencil_and_paper() -> None:
     assert slow[0].along == slow[1].along == {"pp": 0.5}
     # Rank 1: F0 1.25 to 2.25, B0 to 4.25; its message before F1, to 4.5; F1 to 5.5, B1 to 7.5, there at 7.75.
     assert [found.seconds for found in slow] == [9.75, 9.75]
+
+
+def test_no_optimizer_begins_before_the_last_rank_is_done() -> None:
+    """As above rank 1 is done after 7 seconds, and rank 0 after 9. AdamW reads and writes 10 elements of rank 1 in
+    float32, their two states and a count of steps, and reads their gradients: 2 * 124 + 40 bytes."""
+    strategy = Strategy(2, pipeline=2, accumulate=2)
+    matrix = Parameter("weight", (10,), "float32")
+    shape = UnitShape("", "Stage", (matrix,), None, 1)
+    units = units_of(replace(_model(), units=(shape,)), strategy)
+    stages = [stage(0), stage(1)._replace(units=units)]
+    found = simulate_pipeline(stages, table_of("1F1B", 2, 2), strategy, replace(FREE, bandwidth=72.0))
+    assert [one.optimizer_seconds for one in found] == [0.0, 4.0]
+    assert [one.seconds for one in found] == [13.0, 13.0]
 
 
 def test_a_stage_with_more_to_do_holds_up_the_others() -> None:
