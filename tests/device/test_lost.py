@@ -218,6 +218,7 @@ def _lost_beside_a_dropped_model(rank: int) -> bool:
     return True
 
 
+@pytest.mark.slow
 def test_a_model_that_was_dropped_need_not_be_loaded() -> None:
     """Red before: "not loaded here yet" named its parameters, which nobody can load. Found over NCCL."""
     assert pool(2, backend="nccl").run(_lost_beside_a_dropped_model) == [True, True]

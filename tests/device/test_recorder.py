@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from fullshard.see.record import read_run
@@ -43,6 +44,7 @@ def _train(rank: int, folder: str, records: bool) -> tuple[int, list[int]]:
     return waits, written
 
 
+@pytest.mark.slow
 def test_recording_does_not_wait_for_the_device(tmp_path: Path) -> None:
     plain = pool(2, backend="nccl").run(_train, str(tmp_path), False)
     found = pool(2, backend="nccl").run(_train, str(tmp_path), True)

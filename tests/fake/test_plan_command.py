@@ -173,6 +173,7 @@ def norms_kept() -> Program:
     return replace(program(), shard=shard)
 
 
+@pytest.mark.slow
 def test_modules_in_float32(capsys: pytest.CaptureFixture[str]) -> None:
     """By their class, and by the program's own policy: the same plan, of two all-gathers for a block."""
     found = []

@@ -56,7 +56,7 @@ def _expect_counted(name: str) -> tuple[float, int]:
     return held, sum(counted[:3])
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["t5", "wavlm", "bart"])
 def test_commands_where_blocks_return_an_input(name: str) -> None:
     """Blocks of T5 and WavLM hand on the positions that the first one computed: backward reaches them a second time

@@ -37,6 +37,7 @@ def test_attention_of_a_layer_is_fused() -> None:
     _expect_counted("encoder, norms first")
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:LSTM with projections:UserWarning")
 def test_lstms_keep_what_onednn_keeps_where_it_takes_them() -> None:
     _expect_counted("lstm")

@@ -15,6 +15,7 @@ from fullshard.comm.data_group import Line
 from tests.harness.fake import fake_world
 
 
+@pytest.mark.slow
 def test_an_8b_model_from_fsdp_on_8_ranks_to_tensor_parallelism_on_2() -> None:
     """float32 shards, bfloat16 targets. `counted` compares each rank's bytes with the plan's, and raises unless each
     element of a target arrives once, from others or from its own shard."""

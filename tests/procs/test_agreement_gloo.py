@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -106,6 +107,7 @@ def _after_a_failure(rank: int) -> list[str]:
     return raised
 
 
+@pytest.mark.slow
 def test_looks_at_buffers_stay_together_after_a_failure() -> None:
     found = run_forks(2, _after_a_failure, (), timeout=50)
     assert found == [["ArithmeticError"], ["PeerFailed"]]

@@ -354,6 +354,7 @@ def _optional(rank: int, rates: Rates) -> None:
         assert (two - one).abs().max() <= len(optional_units.STEPS) * 4 * 2.0**-23 * one.abs().max()
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")
 def test_beside_tensor_parallelism() -> None:
     """Each node has two ranks along `tp` and two that share parameters; these travel to the other node."""

@@ -268,7 +268,7 @@ def _look(rank: int, name: str, folder: str) -> list[object]:
     return found
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ROWS)
 def test_the_library_finds_the_original(name: str, tmp_path: Path) -> None:
     for found in pool(2).run(_look, name, str(tmp_path), timeout=110.0):

@@ -79,6 +79,7 @@ def _compare(names: tuple[str, ...], world: int) -> None:
             assert all(torch.equal(mine, theirs) for mine, theirs in zip(found[0][2], parameters, strict=True)), name
 
 
+@pytest.mark.slow
 def test_ranks_that_follow_are_told_and_go_on() -> None:
     _compare(tuple(diverge.__name__ for diverge in DIVERGENCES if diverge in QUICK), 2)
 

@@ -233,7 +233,7 @@ def test_every_schedule_trains_as_the_whole_model_or_is_refused(schedule: str, r
             assert_same_training(found, expected[i])
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("schedule", "chunks"), [("interleaved", 2), ("1f1b", 1)])
 def test_a_pipeline_is_clipped_by_the_norm_of_all_its_stages(schedule: str, chunks: int) -> None:
     """Nothing names the pipeline's axis: the stages are known."""

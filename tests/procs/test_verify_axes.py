@@ -32,7 +32,7 @@ def entry(program: str) -> str:
     return (SEQUENCES if of_sequences else ENTRY) + program
 
 
-@pytest.mark.sample(2)
+@pytest.mark.slow
 @pytest.mark.hang_after(300)
 @pytest.mark.parametrize(
     ("program", "strategy", "world"),

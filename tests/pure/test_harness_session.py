@@ -201,7 +201,7 @@ def _ids(run: subprocess.CompletedProcess[str]) -> list[str]:
     return sorted(re.findall(r"^PASSED \S*::test_(\S+)", run.stdout, re.MULTILINE))
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "ids", "said"),
     [

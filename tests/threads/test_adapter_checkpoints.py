@@ -152,7 +152,7 @@ def _references(model: Any, folder: Path) -> None:
         model.merge_and_unload().save_pretrained(folder / "merged")
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [*EVERYDAY, *(pytest.param(kind, marks=pytest.mark.slow) for kind in MORE)])
 def test_a_checkpoint_has_all_that_the_files_of_adapters_need(kind: str, tmp_path: Path) -> None:
     model = (EVERYDAY | MORE)[kind]()

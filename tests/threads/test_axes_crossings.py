@@ -31,7 +31,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
 QUICK = {("tp x sp x fsdp", "fsdp on three"), ("cp ring x fsdp", "cp x tp"), ("ep x fsdp", "ep x tp")}
 
 
-@pytest.mark.sample(2, full=72)
+@pytest.mark.sample(1, full=72)
 @pytest.mark.threads_only(reason="worlds of other sizes in one test")
 @pytest.mark.parametrize(
     ("first", "second"),

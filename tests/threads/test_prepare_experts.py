@@ -49,7 +49,7 @@ SLOW = [
 ]
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.hang_after(300)
 @pytest.mark.parametrize(
     ("world", "plan"),
