@@ -226,7 +226,7 @@ _applied: list[Average] = []
 
 @refuses_steps(_applied)
 def _refuse_undone(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    for entered in _applied:
+    for entered in tuple(_applied):  # another thread may leave its own
         held = {id(tensor) for tensor in entered._current().values()}
         if any(id(parameter) in held for group in optimizer.param_groups for parameter in group["params"]):
             raise RuntimeError(
