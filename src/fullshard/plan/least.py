@@ -1,4 +1,5 @@
-"""Finds what a pipeline takes and holds at least, by a walk through its table with whole passes instead of spans.
+"""Finds what a pipeline takes and holds at least, by a walk through its table with whole passes instead of spans, and
+before that without its table.
 
 Each rank does its actions in order, as in `simulate_pipeline`, and nothing takes longer or holds more than there:
 
@@ -6,12 +7,15 @@ seconds    kernels of a pass and messages of divided layers, or the host's launc
            messages between stages; reductions; the optimizer. Not: what messages take from compute, copies of messages
 bytes      shards and state, buffers, what was received, full parameters and held gradients between passes, what open
            micro-batches hold, and the most of each pass. Not: staging, messages
+
+Without a table it is known that each micro-batch goes through all stages and back. A rank has one stage or, if it has
+several, as much as the mean of all ranks at least; what it holds for other micro-batches is not counted.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -47,8 +51,8 @@ class Least(NamedTuple):
 
 
 class _Pass(NamedTuple):
-    """A forward or a backward. `launching`: seconds of the host; `most`: activations and new gradients when there is
-    most of them; `end`: activations at the end; `came`: bytes of new gradients."""
+    """A forward or a backward. `launching`: seconds of the host beside the device; `most`: activations and new
+    gradients when there is most of them; `end`: activations at the end; `came`: bytes of new gradients."""
 
     seconds: float
     launching: float
@@ -69,6 +73,8 @@ def _pass(spans: Iterable[Span], clock: Clock, strategy: Strategy, elsewhere: fl
         end = max(span.end - elsewhere, 0.0)
         most = max(most, came + new * span.ready + max(span.peak - elsewhere, 0.0), came + new + end)
         came += new
+    if clock.hardware.blocking:
+        seconds, launching = seconds + launching, 0.0
     return _Pass(seconds, launching, most, end, came)
 
 
@@ -76,7 +82,9 @@ def _pass(spans: Iterable[Span], clock: Clock, strategy: Strategy, elsewhere: fl
 class _Stage:
     """A stage on its rank: its passes by kind, and what changes as they run. `gather`: seconds until a sharded stage
     has all parameters; `again`: until one has them again that a forward freed; `held_nbytes`, `full_nbytes`: of
-    gradients between backwards, and of full parameters that forwards keep, and that backwards leave."""
+    gradients between backwards, and of full parameters that forwards keep, and that backwards leave. `rest`: bytes of
+    shards and state; `stays`: of what else is there all the time; `stepping`: seconds in which the optimizer reads and
+    writes."""
 
     passes: dict[str, _Pass]
     gather: float
@@ -91,6 +99,9 @@ class _Stage:
     next_is_here: bool
     previous_is_here: bool
     is_last: bool
+    rest: float
+    stays: float
+    stepping: float
     is_full = False
     is_freed = False
     holds = False
@@ -134,37 +145,50 @@ class _Stage:
         return max(most, self.between)
 
 
-def _stage(number: int, own: set[int], last: int, stage: StageStep, strategy: Strategy, clock: Clock) -> _Stage:
+# Passes of a stage by kind, and the units whose gradients come in its backward.
+_Passes = tuple[dict[str, _Pass], tuple[int, ...]]
+# Those of stages that are alike, which have one step.
+_Known = dict[tuple[object, ...], _Passes]
+
+
+def _passes(
+    stage: StageStep, strategy: Strategy, clock: Clock, known: _Known, elsewhere: float, given: float
+) -> _Passes:
+    key = (id(stage.step), id(stage.halves), clock.itemsize, elsewhere, given)
+    if key not in known:
+        parts, halves = stage.step.parts(), () if stage.halves is None else stage.halves.parts()
+        spans = {FORWARD: parts[0], BACKWARD: parts[1]} | dict(zip((INPUTS, WEIGHTS), halves[1:], strict=False))
+        less = {FORWARD: 0.0, WEIGHTS: elsewhere + given}
+        apart = stage.halves is not None
+        passes = {
+            kind: _pass(each, clock, strategy, less.get(kind, elsewhere), apart=apart) for kind, each in spans.items()
+        }
+        known[key] = passes, tuple({index for span in stage.step.spans for index, _ in span.gradients})
+    return known[key]
+
+
+def _stage(
+    number: int, own: set[int], last: int, stage: StageStep, strategy: Strategy, clock: Clock, known: _Known
+) -> _Stage:
     hardware, units = clock.hardware, stage.units
     next_is_here, previous_is_here = number + 1 in own, number - 1 in own
-    parts, halves = stage.step.parts(), () if stage.halves is None else stage.halves.parts()
-    splits = stage.halves is not None
     given = stage.given_nbytes if number else 0.0
     elsewhere = stage.made_nbytes if next_is_here else 0.0
-    spans = {FORWARD: parts[0], BACKWARD: parts[1]} | dict(zip((INPUTS, WEIGHTS), halves[1:], strict=False))
-    passes = {
-        kind: _pass(
-            each,
-            clock,
-            strategy,
-            {FORWARD: 0.0, WEIGHTS: elsewhere + given}.get(kind, elsewhere),
-            apart=splits,
-        )
-        for kind, each in spans.items()
-    }
+    passes, come = _passes(stage, strategy, clock, known, elsewhere, given)
     # Of a schedule that computes gradients of weights apart, no hook reports them: they are not counted here.
-    trained = [units[index] for index in {index for span in stage.step.spans for index, _ in span.gradients}]
-    if splits:
-        trained = []
+    trained = [] if stage.halves is not None else [units[index] for index in come]
     held = sum(_held(group) for unit in trained for group in unit.groups)
     # Each backward adds to them.
     added = passes[BACKWARD].seconds + 2 * held / (hardware.bandwidth * hardware.stream)
-    passes[BACKWARD] = passes[BACKWARD]._replace(seconds=added)
+    passes = passes | {BACKWARD: passes[BACKWARD]._replace(seconds=added)}
     gathers = [sum(_gather(group, strategy, hardware) for group in unit.groups) for unit in units]
     freed = sorted(s for s, unit in zip(gathers, units, strict=True) if not unit.keeps and not unit.part)
     # Those that are gathered ahead in the pass before are full, or under way.
-    again = sum(freed[: len(freed) - strategy.prefetch_depth])
+    again = sum(freed[: max(len(freed) - strategy.prefetch_depth, 0)])
     shared = [_reduce(group, strategy, hardware) for unit in trained for group in unit.groups]
+    groups = [group for unit in units for group in unit.groups]
+    received = given + (0.0 if number == last else stage.made_nbytes)
+    stays = stage.buffer_nbytes + sum(unit.staying_nbytes for unit in units) + strategy.accumulate * received
     return _Stage(
         passes,
         sum(gathers),
@@ -179,7 +203,22 @@ def _stage(number: int, own: set[int], last: int, stage: StageStep, strategy: St
         next_is_here,
         previous_is_here,
         number == last,
+        float(sum(group.memory.shard_nbytes + group.state_nbytes for group in groups)),
+        stays,
+        _stepping(groups, strategy, hardware),
     )
+
+
+def _stepping(groups: Sequence[Group], strategy: Strategy, hardware: Hardware) -> float:
+    if strategy.optimizer == "none":
+        return 0.0
+    rate = hardware.host if strategy.offload else hardware.bandwidth * hardware.stream
+    return sum(3 * g.sent.reduced_nbytes + 2 * g.state_nbytes for g in groups if g.sent is not None) / rate
+
+
+def _clock(units: Sequence[Unit], strategy: Strategy, hardware: Hardware) -> Clock:
+    itemsize = itemsize_of(units, strategy)
+    return Clock(hardware, itemsize, compiled=strategy.compiled, float8=strategy.float8)
 
 
 def _full(unit: Unit) -> float:
@@ -213,46 +252,34 @@ def _reduce(group: Group, strategy: Strategy, hardware: Hardware) -> tuple[float
 class _Row:
     """A rank: its actions, its clocks, and its bytes."""
 
-    def __init__(self, row: Sequence[Action], stages: Sequence[StageStep], strategy: Strategy, hardware: Hardware):
-        self.row, self.strategy = row, strategy
+    def __init__(
+        self, row: Sequence[Action], stages: Sequence[StageStep], strategy: Strategy, hardware: Hardware, known: _Known
+    ):
+        self.row = row
         own = {action.stage for action in row}
-        itemsize = itemsize_of(stages[min(own)].units, strategy)
-        self.clock = Clock(hardware, itemsize, compiled=strategy.compiled, float8=strategy.float8)
-        last = len(stages) - 1
-        self.stages = {n: _stage(n, own, last, stages[n], strategy, self.clock) for n in sorted(own)}
-        units = [unit for n in self.stages for unit in stages[n].units]
-        groups = [group for unit in units for group in unit.groups]
-        rest = float(sum(group.memory.shard_nbytes + group.state_nbytes for group in groups))
-        received = sum(each.given + (0.0 if each.is_last else each.made) for each in self.stages.values())
-        counted = sum(stages[n].buffer_nbytes for n in own) + sum(unit.staying_nbytes for unit in units)
-        counted += strategy.accumulate * (stages[min(own)].batch_nbytes + received)
+        first, last = stages[min(own)], len(stages) - 1
+        self.clock = _clock(first.units, strategy, hardware)
+        self.stages = {n: _stage(n, own, last, stages[n], strategy, self.clock, known) for n in sorted(own)}
+        there = self.stages.values()
+        rest = sum(each.rest for each in there)
         self.host_nbytes = rest * strategy.offload
-        self.counted = self.most = counted + rest * (not strategy.offload)
-        self.stepping = self._stepping(groups)
+        self.counted = sum(each.stays for each in there) + strategy.accumulate * first.batch_nbytes
+        self.counted += rest * (not strategy.offload)
+        self.most = self.counted
+        self.stepping = sum(each.stepping for each in there)
         # Gathers that the table asks for run beside what comes before them.
         self.asks = any(action.kind in (UNSHARD, RESHARD) for action in row)
         self.now = self.host = self.free = self.latest = 0.0
         self.place = 0
-        seconds = hardware.collective
-        stride = strategy.group("pp")[1]
         self.sending = {
-            (kind, n): seconds("send", 2, stride, each.made if kind == SEND_FORWARD else each.given)
+            (kind, n): _sending(each.made if kind == SEND_FORWARD else each.given, strategy, hardware)
             for n, each in self.stages.items()
             for kind in (SEND_FORWARD, SEND_BACKWARD)
         }
 
-    def _stepping(self, groups: Sequence[Group]) -> float:
-        """Seconds in which the optimizer reads and writes."""
-        hardware, strategy = self.clock.hardware, self.strategy
-        if strategy.optimizer == "none":
-            return 0.0
-        rate = hardware.host if strategy.offload else hardware.bandwidth * hardware.stream
-        moved = sum(3 * g.sent.reduced_nbytes + 2 * g.state_nbytes for g in groups if g.sent is not None)
-        return moved / rate
-
     def run(self, arrivals: dict[Hashable, float]) -> bool:
         """Actions until one needs what is not sent yet; whether there was any."""
-        begun, row, blocking = self.place, self.row, self.clock.hardware.blocking
+        begun, row = self.place, self.row
         while self.place < len(row):
             kind, number, micro = row[self.place]
             stage = self.stages[number]
@@ -266,10 +293,9 @@ class _Row:
                     if needs not in arrivals:
                         break
                     self.now = max(self.now, arrivals[needs])
-                launching = stage.passes[kind].launching
-                self.host += launching
+                self.host += stage.passes[kind].launching
                 taken = stage.passes[kind].seconds if self.asks else stage.seconds(kind)
-                self.now = self.now + taken + launching if blocking else max(self.now + taken, self.host)
+                self.now = max(self.now + taken, self.host)
                 others = sum(other.between for n, other in self.stages.items() if n != number)
                 self.most = max(self.most, self.counted + others + stage.run(kind))
             elif kind in (SEND_FORWARD, SEND_BACKWARD):
@@ -287,9 +313,14 @@ class _Row:
         return self.place > begun
 
 
+def _sending(nbytes: float, strategy: Strategy, hardware: Hardware) -> float:
+    return hardware.collective("send", 2, strategy.group("pp")[1], nbytes)
+
+
 def least_of(stages: Sequence[StageStep], table: Table, strategy: Strategy, hardware: Hardware) -> Least:
     """The least of a steady step of a pipeline; its seconds are infinite if the table does not end."""
-    rows = [_Row(row, stages, strategy, hardware) for row in table]
+    known: _Known = {}
+    rows = [_Row(row, stages, strategy, hardware, known) for row in table]
     arrivals: dict[Hashable, float] = {}
     while any([row.run(arrivals) for row in rows]):
         pass
@@ -299,3 +330,90 @@ def least_of(stages: Sequence[StageStep], table: Table, strategy: Strategy, hard
         seconds = math.inf
     # Sums are rounded.
     return Least(seconds * (1 - 1e-9), max(row.most for row in rows) * (1 - 1e-9), max(row.host_nbytes for row in rows))
+
+
+# ---- without a table -------------------------------------------------------------------------------------------------
+
+
+# Those that run stages as `_one_f_one_b` and `_gpipe` write them: one on a rank, its gradients reduced at the end.
+_ALONE = ("1F1B", "GPipe")
+
+
+def floor_of(stages: Sequence[StageStep], strategy: Strategy, hardware: Hardware) -> Least:
+    """No more than `least_of` finds with the table of the schedule of `strategy`, in less time."""
+    known: _Known = {}
+    last, alone = len(stages) - 1, strategy.schedule in _ALONE
+    clock = _clock(stages[0].units, strategy, hardware)
+    # With several stages on a rank, those beside a stage may be there, too.
+    there = [
+        _stage(n, {n} if alone else {n - 1, n, n + 1}, last, each, strategy, clock, known)
+        for n, each in enumerate(stages)
+    ]
+    micros, ranks = strategy.accumulate, strategy.pipeline
+    taken = [micros * _taken(each, alone=alone) for each in there]
+    launched = [micros * _both(each, lambda done: done.launching) for each in there]
+    over = max(*taken, *launched, sum(taken) / ranks, sum(launched) / ranks)
+    if alone:
+        over = max(over, _filled(there, taken, strategy, hardware))
+    stays = [each.stays + each.rest * (not strategy.offload) for each in there]
+    active = [_active(each, micros, _opened(n, strategy), alone=alone) for n, each in enumerate(there)]
+    device = max(sum(stays) / ranks + min(active), *(one + other for one, other in zip(stays, active, strict=True)))
+    device += micros * stages[0].batch_nbytes
+    rests = [each.rest for each in there]
+    host = max(sum(rests) / ranks, *rests) * strategy.offload
+    seconds = over + max(each.stepping for each in there)
+    return Least(seconds * (1 - 1e-8), device * (1 - 1e-8), host * (1 - 1e-8))
+
+
+def _both(stage: _Stage, of: Callable[[_Pass], float]) -> float:
+    """Returns what a micro-batch takes of a forward, and of a whole backward or its halves."""
+    forward, *backward = (of(stage.passes[kind]) for kind in (FORWARD, BACKWARD))
+    if INPUTS in stage.passes:
+        backward.append(of(stage.passes[INPUTS]) + of(stage.passes[WEIGHTS]))
+    return forward + min(backward)
+
+
+def _taken(stage: _Stage, *, alone: bool) -> float:
+    """Seconds of a micro-batch on its stage. The pass after each forward waits for parameters that this one freed."""
+    both = _both(stage, lambda done: done.seconds)
+    longest = max(stage.passes[kind].seconds for kind in (FORWARD, BACKWARD))
+    return both + max(stage.again - longest, 0.0) * alone
+
+
+def _filled(there: Sequence[_Stage], taken: Sequence[float], strategy: Strategy, hardware: Hardware) -> float:
+    """Seconds until the reductions are over. Before a stage begins, the first micro-batch comes through those before
+    it; after it ends, the last one goes back through them."""
+    found = coming = going = 0.0
+    for number, stage in enumerate(there):
+        if number:
+            coming += _sending(there[number - 1].made, strategy, hardware)
+            going += _sending(stage.given, strategy, hardware)
+        found = max(found, coming + taken[number] + max(stage.reduce, (going + there[0].reduce) * (number > 0)))
+        coming += stage.passes[FORWARD].seconds
+        going += stage.passes[BACKWARD].seconds
+    return found
+
+
+def _opened(number: int, strategy: Strategy) -> int:
+    """Micro-batches whose backward is not over, at most, where the schedule is known to have as many."""
+    there = {"1F1B": strategy.pipeline - number, "GPipe": strategy.accumulate}.get(strategy.schedule, 1)
+    return min(there, strategy.accumulate)
+
+
+def _active(stage: _Stage, micros: int, opened: int, *, alone: bool) -> float:
+    """Bytes of full parameters, gradients and activations, when there is most of them."""
+    forward, aside = stage.passes[FORWARD], stage.aside
+    backwards = [stage.passes[BACKWARD].most]
+    if INPUTS in stage.passes:
+        backwards.append(max(stage.passes[INPUTS].most, stage.passes[WEIGHTS].most))
+    backward = min(backwards)
+    if not alone:
+        return max(aside, forward.most, backward)
+    kept, held, whole = stage.kept_nbytes, stage.held_nbytes, stage.passes[BACKWARD]
+    others = (opened - 1) * aside
+    most = max(kept + others + aside, others + forward.most, others + kept + backward)
+    most = max(most, others + stage.left_nbytes + max(whole.came + whole.end, held))
+    if micros > opened:
+        # A forward and a backward in turn, with gradients of those before.
+        return max(most, others + held + max(kept + backward, stage.left_nbytes + forward.most))
+    return max(most, others - aside + held + kept + backward) if opened > 1 else most

@@ -1,23 +1,26 @@
 """Finds the strategies that fit, and the fastest of them, among all combinations of the dials.
 
 A strategy is simulated if it may be one of those that are asked for: if what it holds at least fits, and what it takes
-at least is less than what the last of them takes.
+at least is less than what the last of them takes. Of a pipeline this is found twice: without its table (`floor_of`),
+and with it (`least_of`) if it still may be one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
+from heapq import heapify, heappop, heappush
 from itertools import product
 from math import ceil, gcd, lcm
 from typing import Any, NamedTuple
 
 from .clock import Clock
 from .description import Model
-from .least import Least, least_of
+from .least import Least, floor_of, least_of
 from .machine import Hardware
 from .padding import padding_of
-from .pipeline import Table
+from .pipeline import StageStep, Table
 from .recomputation import NONE, SELECTIVE, WHOLE, on_host
 from .result import FAILURE_HOURS, Limited, Plan, plan_of
 from .simulation import itemsize_of
@@ -138,16 +141,30 @@ class Planner:
             self._stage_units[key] = [units_of(stage.model, key) for stage in model.stages]
         return self._stage_units[key]
 
+    def floor(self, strategy: Strategy) -> Least:
+        """No more than the least that a pipeline takes and holds. Raises `ValueError` where it cannot be planned."""
+        here, stages = self._on_ranks(strategy)
+        return self._with_margin(floor_of(stages, here, self.hardware))
+
     def least(self, strategy: Strategy) -> Least:
         """The least that a pipeline takes and holds. Raises `ValueError` where it cannot be planned."""
         assert self.table is not None
+        table = self.table(strategy)
+        here, stages = self._on_ranks(strategy)
+        return self._with_margin(least_of(stages, table, here, self.hardware))
+
+    def _on_ranks(self, strategy: Strategy) -> tuple[Strategy, list[StageStep]]:
         here = self._here(strategy)
         model, steps = self._staged(strategy)
         check_pipeline(model, here, self.hardware)
-        stages = steps_on_ranks(model, steps, here, self._units_of_stages(model, here))
-        found = least_of(stages, self.table(strategy), here, self.hardware)
+        return here, steps_on_ranks(model, steps, here, self._units_of_stages(model, here))
+
+    def _with_margin(self, found: Least) -> Least:
         device = self.hardware.reserved + found.device * (1 + self.hardware.fragmentation)
         return found._replace(device=device * (1 + self.hardware.margin))
+
+    def _may_fit(self, device: float, host: float) -> bool:
+        return device <= self.budget and not 0 < self.host_budget < host
 
     @property
     def _limits(self) -> dict[str, Any]:
@@ -232,20 +249,23 @@ class Planner:
             assert isinstance(ways, str)
             one = replace(strategy, offload=offload, recompute=on_host(ways) if hosted else ways)
             if strategy.pipeline > 1:
-                try:
-                    least = self.least(one)
-                except ValueError:
-                    continue  # micro-batches that the schedule does not take, stages that cannot be planned
-                if least.device <= self.budget and not 0 < self.host_budget < least.host:
-                    yield _Bound(least.seconds, one, self)
+                if (bound := self._bound(one, self.floor)) is not None:
+                    yield bound._replace(closer=partial(self._bound, one, self.least))
                 continue
             for even in (False, True):
                 if even and (one.even or not self._is_curable(one)):
                     continue
                 changed = replace(one, even=True) if even else one
-                device, host = self.least_nbytes(changed)
-                if device <= self.budget and not 0 < self.host_budget < host:
+                if self._may_fit(*self.least_nbytes(changed)):
                     yield _Bound(self.least_seconds(changed), changed, self)
+
+    def _bound(self, strategy: Strategy, least: Callable[[Strategy], Least]) -> _Bound | None:
+        """A pipeline, if it may fit."""
+        try:
+            found = least(strategy)
+        except ValueError:
+            return None  # micro-batches that the schedule does not take, stages that cannot be planned
+        return _Bound(found.seconds, strategy, self) if self._may_fit(found.device, found.host) else None
 
     def _is_curable(self, strategy: Strategy) -> bool:
         """Whether another placement saves padding."""
@@ -329,24 +349,33 @@ class Planner:
 
 
 class _Bound(NamedTuple):
-    """A strategy that may fit, what it takes at least, and whose it is."""
+    """A strategy that may fit, what it takes at least, and whose it is. `closer`: finds the same with more work, None
+    if the strategy does not fit."""
 
     seconds: float
     strategy: Strategy
     planner: Planner
+    closer: Callable[[], _Bound | None] | None = None
 
 
 def _fastest(asked: Strategy, bounds: list[_Bound], most: int | None, say: Callable[[str], None]) -> list[Change]:
     """The fastest of what fits."""
     found: list[Change] = []
-    for number, bound in enumerate(sorted(bounds, key=lambda each: each.seconds)):
+    waiting = [(bound.seconds, number, bound) for number, bound in enumerate(bounds)]
+    heapify(waiting)
+    while waiting:
+        seconds, number, bound = heappop(waiting)
         if most is not None and len(found) >= most:
             ranked = ranked_by_time(found)
             best = min(change.plan.seconds for change in found)
             # What is left takes as long at least. It cannot be the fastest, nor before the last of these.
-            if bound.seconds > best and _percents(bound.seconds, best) > _percents(ranked[most - 1].plan.seconds, best):
+            if seconds > best and _percents(seconds, best) > _percents(ranked[most - 1].plan.seconds, best):
                 break
-        say(f"{_axes(bound.strategy)}: {number + 1} of {len(bounds)} tried, {len(found)} fit")
+        say(f"{_axes(bound.strategy)}: {len(bounds) - len(waiting)} of {len(bounds)} tried, {len(found)} fit")
+        if bound.closer is not None:
+            if (closer := bound.closer()) is not None:
+                heappush(waiting, (closer.seconds, number, closer))
+            continue
         plan = bound.planner.estimate(bound.strategy)
         if plan.fits:
             found.append(_beside(asked, plan))
