@@ -13,6 +13,7 @@ from fullshard.keys import ConfigError
 from fullshard.migrate.parallelism import Parallelism
 from fullshard.migrate.schedules import SCHEDULES
 from fullshard.plan import Planner, Strategy
+from fullshard.plan.account import KINDS, Simulated
 from fullshard.plan.description import Model
 from fullshard.plan.facts import Alike
 from fullshard.plan.least import floor_of, least_of
@@ -78,6 +79,12 @@ def hardware_of(draw: random.Random) -> Hardware:
     )
 
 
+def _without_gradients(ranks: list[Simulated]) -> float:
+    """The most of what a least knows of a schedule that computes gradients of weights apart."""
+    known = [number for number, kind in enumerate(KINDS) if "gradients" not in kind]
+    return max(sum(rank.peak.nbytes[number] for number in known) for rank in ranks)
+
+
 @pytest.mark.sample(3)
 @pytest.mark.hang_after(300)
 @pytest.mark.parametrize("name", SCHEDULES)
@@ -120,12 +127,10 @@ def test_no_pipeline_takes_or_holds_less_than_its_least(name: str) -> None:
         floor = floor_of(stages, strategy, hardware)
         assert 0 < floor.seconds <= least.seconds and 0 < floor.device <= least.device, strategy
         assert floor.host <= least.host
-        close.append((least.seconds / seconds, least.device / most))
+        close.append((least.seconds / seconds, least.device / (_without_gradients(ranks) if schedule.splits else most)))
         floors.append((floor.seconds / least.seconds, floor.device / least.device))
-    # A least of nothing would be right, too: half of them are not far away. Gradients of weights that are computed
-    # apart are not counted.
-    near = 0.6 if schedule.splits else 0.7
-    assert sorted(seconds for seconds, _ in close)[12] > 0.7 and sorted(most for _, most in close)[12] > near
+    # A least of nothing would be right, too: half of them are not far away.
+    assert sorted(seconds for seconds, _ in close)[12] > 0.7 and sorted(most for _, most in close)[12] > 0.7
     # Without a table only such schedules are known well, and of all the time.
     near = 0.95 if schedule.stages == 1 else 0.2
     assert sorted(seconds for seconds, _ in floors)[12] > 0.7 and sorted(most for _, most in floors)[12] > near
