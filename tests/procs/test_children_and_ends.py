@@ -18,7 +18,8 @@ import pytest
 import torch
 from torch import nn
 
-from fullshard import checkpoint, fully_shard
+from fullshard import PeerFailed, checkpoint, fully_shard
+from fullshard.comm import data_group
 from tests.harness.fates import run_fates, watch_module
 
 
@@ -129,11 +130,22 @@ def _server_stops(rank: int) -> str:
     return str(caught.value)
 
 
-@pytest.mark.slow
-def test_the_rank_that_serves_the_store_is_silent() -> None:
+def _server_stops_connecting(rank: int) -> str:
+    model = _model()
+    if rank == 0:
+        data_group.connected = lambda *_: os.kill(os.getpid(), signal.SIGSTOP)  # type: ignore[assignment]
+    with pytest.raises(PeerFailed) as caught:
+        _step(model)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "stops", [pytest.param(_server_stops, marks=pytest.mark.slow, id="between steps"), _server_stops_connecting]
+)
+def test_the_rank_that_serves_the_store_is_silent(stops: Callable[[int], str]) -> None:
     """Stopped, or its machine lost its power or its network: nothing closes the connections to the store, and a request
     would wait for ever."""
-    told = run_fates(3, _server_stops, timeout=40, stays=False, lost=(0,), environment={"FULLSHARD_SILENCE": "2"})
+    told = run_fates(3, stops, timeout=40, stays=False, lost=(0,), environment={"FULLSHARD_SILENCE": "2"})
     for one in told[1:]:
         assert one.value is not None, f"{one.text}\n{one.output}"
         assert "rank 0 gave no sign of life since the store through which ranks meet is gone or silent" in one.value

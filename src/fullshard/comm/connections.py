@@ -47,21 +47,23 @@ def connected(
     """Connections between `ranks`, those of `origin`. Collective over them, inside of `wait`; `name`: the same on all
     of them, and unique."""
     seconds = scope.watch.settings.limit_seconds + _BACKEND_SECONDS_MORE
-    # Of C++: a backend may use it for as long as it exists, from any thread.
-    store = default_store()
     made: Future[dist.ProcessGroup] = Future()
 
     def connect() -> None:
         try:
-            made.set_result(same_group(origin, tuple(ranks), device, backend, store, name, seconds))
+            # A store of C++: a backend may use it for as long as it exists, from any thread. Nothing limits how long a
+            # silent one is waited for.
+            made.set_result(same_group(origin, tuple(ranks), device, backend, default_store(), name, seconds))
         except BaseException as error:
             made.set_exception(error)
         wait.wake()
 
     with scope.reporting("the connections of a group"):
         # First wait for all ranks here: the backend's own wait for them would end with its timeout.
-        store.add(f"{name}/here", 1)
-        wait_until(lambda: store.add(f"{name}/here", 0) >= len(ranks), wait)
+        with scope.store_answers("the connections of a group"):
+            asked = scope.watch.records.store
+            asked.add(f"{name}/here", 1)
+            wait_until(lambda: asked.add(f"{name}/here", 0) >= len(ranks), wait)
         # A wait that ends early leaves the thread to its time limit, and nobody uses what it makes.
         threading.Thread(target=connect, name="fullshard connects", daemon=True).start()
         wait_until(made.done, wait)

@@ -181,7 +181,7 @@ class Scope:
         with `or_distinct`, if no two ranks' are equal. Raises `RanksDisagree` on all ranks if some are at another
         `what`.
         """
-        with self.reporting(what), self._store_answers(what):
+        with self.reporting(what), self.store_answers(what):
             answers = self._agree(what, value, in_full=in_full, or_distinct=or_distinct)
         if answers is None:
             return None
@@ -378,7 +378,7 @@ class Scope:
                 group.cut()
 
     @contextmanager
-    def _store_answers(self, waiting: str) -> Iterator[None]:
+    def store_answers(self, waiting: str) -> Iterator[None]:
         """Replace the store's connection errors, which mean that the store is gone."""
         try:
             yield
@@ -439,7 +439,7 @@ class Scope:
         messages (they raised at the same place), connections stay. Raises `PeerFailed` if a rank ended, is lost, or
         failed in this attempt before it came. May be retried after any exception.
         """
-        with self._store_answers(_AFTER):
+        with self.store_answers(_AFTER):
             return self._meet()
 
     def _meet(self) -> bool:
