@@ -486,7 +486,7 @@ def test_what_rightly_differs_is_not_accused(name: str) -> None:
 @pytest.mark.filterwarnings("ignore:DTensor random operators")
 @pytest.mark.parametrize("late", [None, 1])
 def test_experts_are_compared_among_themselves(late: int | None) -> None:
-    """A difference on one mesh is raised by its ranks, and told to those who wait on another one; then all go on. One
+    """A difference on one mesh is raised by its ranks, and told to those who wait on another one. All continue. One
     who is told before it waits there tells those of its own other mesh."""
 
     def job(rank: int) -> tuple[str, bool]:

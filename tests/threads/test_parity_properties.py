@@ -130,7 +130,7 @@ KINDS: tuple[type[BaseException], ...] = (Fault, KeyboardInterrupt, torch.OutOfM
 
 
 class Failing(NamedTuple):
-    """A micro-batch that fails. `sync`: it would have reduced; `reset`: `reset_iter_state()` is called behind it."""
+    """A micro-batch that fails. `sync`: it would have reduced; `reset`: `reset_iter_state()` is called after it."""
 
     module: str
     place: str
@@ -169,7 +169,7 @@ def _disturbed(draw: st.DrawFn) -> Disturbed:
         Failing, st.sampled_from(modules), st.sampled_from(WHERE), st.sampled_from(KINDS), st.booleans(), st.booleans()
     )
     block = st.none() | st.integers(0, len(spec.blocks) - 1)
-    # Where nothing in front of a block requires gradients, re-entrant recomputation gives those behind it none: in the
+    # Where nothing in front of a block requires gradients, re-entrant recomputation gives those after it none: in the
     # plain model, too.
     freezes = spec.tokens
     return Disturbed(

@@ -318,7 +318,7 @@ WRITES: dict[str, tuple[Callable[[Tensor], object], int]] = {
 )
 @pytest.mark.parametrize("how", WRITES)
 def test_writes_inside_forward(how: str, impl: Implementation) -> None:
-    """And the steps behind it are right."""
+    """And the steps after it are right."""
     torch.manual_seed(0)
     base = of_blocks(lambda: Writes(*WRITES[how]))()
 
@@ -527,7 +527,7 @@ def test_loops_equal_those_of_plain_models(name: str, world: int, impl: Implemen
 
 
 def test_functional_call_with_computed_weights_is_refused() -> None:
-    """A gradient could not go on from the shards. (torch's ignores the weights it is given.) Training goes on."""
+    """A gradient could not flow on from the shards. (FSDP2 ignores the weights it is given.) Training continues."""
     torch.manual_seed(0)
     base = Model()
 

@@ -527,7 +527,7 @@ def test_an_exception_in_a_registered_method(impl: Implementation) -> None:
 
 
 def test_an_exception_in_a_nested_call_may_be_caught() -> None:
-    """By the method around it, which goes on with full parameters."""
+    """By the method around it, which continues with full parameters."""
 
     class Catching(Talker):
         def try_twice(self, x: Tensor) -> Tensor:

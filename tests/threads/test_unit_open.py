@@ -279,7 +279,7 @@ class Towers(Blocks):
 
 
 def test_a_plain_module_called_directly() -> None:
-    """An error of DTensor's, before the first forward, in the middle of a step and behind it; the steps around it are
+    """An error of DTensor's, before the first forward, in the middle of a step and after it; the steps around it are
     what they would be."""
     torch.manual_seed(0)
     base = Towers()
