@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import collections.abc
+import contextlib
+import threading
 from abc import ABC, ABCMeta, abstractmethod
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
@@ -16,6 +19,7 @@ from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 import fullshard
 from fullshard import FSDPModule, fully_shard
 from fullshard.api import original_class
+from fullshard.api.classes import sharded_class
 from tests.harness.models import Trained, adamw, assert_same_training, collect, seeded
 from tests.harness.threads import run_ranks
 
@@ -175,6 +179,21 @@ def test_a_class_that_begins_with_a_mixin_is_sharded_and_trains_as_the_plain_one
 
     for found in run_ranks(2, rank_main):
         assert_same_training(found, expected)
+
+
+def test_threads_that_shard_a_class_at_one_moment_give_it_one_class() -> None:
+    both = threading.Barrier(2)
+
+    class Meets(nn.Module):
+        """Making a class below it waits until a second thread makes one too, or, if none may, a moment."""
+
+        def __init_subclass__(cls) -> None:
+            with contextlib.suppress(threading.BrokenBarrierError):
+                both.wait(0.5)
+
+    with ThreadPoolExecutor(2) as threads:
+        first, second = threads.map(sharded_class, [Meets, Meets])
+    assert first is second
 
 
 def test_a_class_below_a_sharded_one_keeps_the_order_of_its_methods() -> None:

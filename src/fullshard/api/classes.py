@@ -19,6 +19,7 @@ import contextlib
 import functools
 import inspect
 import sys
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NoReturn
@@ -39,27 +40,31 @@ from .module import FSDPModule
 # One sharded class per class, so that types compare equal and pickle names agree. Weak, because classes defined in
 # functions must be freed with their last module.
 _SHARDED_CLASSES: weakref.WeakValueDictionary[type[nn.Module], type[nn.Module]] = weakref.WeakValueDictionary()
+# Two threads that shard modules of one class at the same moment (tests' ranks, servers) would each make one, and the
+# blocks of one model would have two classes. Making a class calls `__init_subclass__` of users, which may come back.
+_MAKING = threading.RLock()
 
 
 def sharded_class(original: type[nn.Module]) -> type[nn.Module]:
     """FSDP<Original>: a subclass of `FSDPModule` and `original`, made once per class."""
-    made = _SHARDED_CLASSES.get(original)
-    if made is None:
-        members = {"__module__": original.__module__, **unknown_methods(FSDPModule, original)}
-        members |= {**named_methods(original, FSDPModule), **checked_save(original)}
-        name = f"FSDP{original.__name__}"
-        # Listing nn.Module puts torch's class, which serves `isinstance` only, after it: its methods then never come
-        # between the module's class and the bases of that class.
-        bases: tuple[type, ...] = tuple(dict.fromkeys((FSDPModule, original, nn.Module, TorchFSDPModule)))
-        if _first_has_memory(original):
-            made = type(name, bases, members)
-        else:
-            made = _ordered(type(original))(
-                name, (original, *(base for base in bases if base is not original)), members
-            )
-        _SHARDED_CLASSES[original] = made
-        _introduce(original, made)
-    return made
+    with _MAKING:
+        made = _SHARDED_CLASSES.get(original)
+        if made is None:
+            made = _SHARDED_CLASSES[original] = _subclass(original)
+            _introduce(original, made)
+        return made
+
+
+def _subclass(original: type[nn.Module]) -> type[nn.Module]:
+    members = {"__module__": original.__module__, **unknown_methods(FSDPModule, original)}
+    members |= {**named_methods(original, FSDPModule), **checked_save(original)}
+    name = f"FSDP{original.__name__}"
+    # Listing nn.Module puts torch's class, which serves `isinstance` only, after it: its methods then never come
+    # between the module's class and the bases of that class.
+    bases: tuple[type, ...] = tuple(dict.fromkeys((FSDPModule, original, nn.Module, TorchFSDPModule)))
+    if _first_has_memory(original):
+        return type(name, bases, members)
+    return _ordered(type(original))(name, (original, *(base for base in bases if base is not original)), members)
 
 
 def _first_has_memory(cls: type) -> bool:
