@@ -151,6 +151,37 @@ def test_the_rank_that_serves_the_store_is_silent(stops: Callable[[int], str]) -
         assert "rank 0 gave no sign of life since the store through which ranks meet is gone or silent" in one.value
 
 
+def _reads_of_a_stopped_server(rank: int, folder: Path) -> list[str]:
+    from fullshard._torch import StoreConnection
+
+    asked = [StoreConnection(0.3) for _ in range(4)]
+    asked[0].set("there", "1")
+    if rank == 0:
+        (folder / "pid").write_text(str(os.getpid()))
+        time.sleep(60)
+    while not (folder / "pid").exists() or not asked[0].check(["there"]):
+        time.sleep(0.01)
+    stopped = int((folder / "pid").read_text())
+    os.kill(stopped, signal.SIGSTOP)
+    # A thread may answer once more until the signal has reached it.
+    while any("State:\tT" not in one.read_text() for one in Path(f"/proc/{stopped}/task").glob("*/status")):
+        time.sleep(0.01)
+    raised = []
+    for one, call in zip(asked, ("check", "multi_get", "get", "add"), strict=True):
+        with pytest.raises(RuntimeError) as caught:
+            getattr(one, call)(
+                *{"check": (["there"],), "multi_get": (["there"],), "add": ("n", 1)}.get(call, ("there",))
+            )
+        raised.append(str(caught.value))
+    return raised
+
+
+def test_each_request_to_a_store_has_a_limit(tmp_path: Path) -> None:
+    """torch polls for what `get` and `multi_get` read, with the time limit of the process group."""
+    told = run_fates(2, _reads_of_a_stopped_server, tmp_path, limit=600, timeout=30, stays=False, lost=(0,))
+    assert told[1].value is not None and len(told[1].value) == 4, f"{told[1].text}\n{told[1].output}"
+
+
 def _opens(rank: int) -> int:
     from fullshard._torch import StoreConnection
 

@@ -47,7 +47,8 @@ class StoreConnection:
 
     torch waits for an answer without a limit. If the machine that serves the store loses its power or its network, or
     the process is stopped, nothing closes the connection, and a rank would wait for ever. The kernel ends the wait
-    (SO_RCVTIMEO). The connection is shut then: an answer that comes late would be read as that of the next request.
+    (SO_RCVTIMEO), and torch itself that of a `get`, for which it polls. The connection is shut then: an answer that
+    comes late would be read as that of the next request.
     """
 
     def __init__(self, seconds: float) -> None:
@@ -56,6 +57,7 @@ class StoreConnection:
         self._store = default_store()
         self._descriptors = _connected_to(port) - before
         if seconds:
+            self._store.set_timeout(timedelta(seconds=seconds))
             whole = int(seconds)
             limit = struct.pack("@ll", whole, int((seconds - whole) * 1e6))
             for each in _sockets(self._descriptors):
