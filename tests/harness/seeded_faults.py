@@ -150,7 +150,10 @@ FAULTS: dict[str, SeededFault] = {
         f"{_LINK}.settle", "self._uploaded.synchronize()", "pass", Setup(offload=True, evaluate=True)
     ),
     "uploads are forgotten": SeededFault(
-        f"{_LINK}.ahead", "uploading.add(self)", "pass", Setup(offload=True, evaluate=True)
+        f"{_LINK}.ahead",
+        "uploading[id(self)] = weakref.ref(self, partial(_forget, id(self)))",
+        "pass",
+        Setup(offload=True, evaluate=True),
     ),
     "the optimizer's event is not waited for": SeededFault(
         "engine.root:Root._wait_for_optimizer", "event.wait()", "pass", Setup(optimizer_stream=True)

@@ -30,6 +30,7 @@ from fullshard.peers import (
 from fullshard.peers.diagnosis import Leader
 from fullshard.peers.scope import Groups, _name
 from fullshard.peers.wait import TEXT_CHARACTERS, Loss, Waits
+from tests.harness.moments import SECONDS, meanwhile
 
 GATHER = "the all-gather of layers.3"
 # The package has a function of the module's name.
@@ -627,3 +628,56 @@ def test_a_mesh_that_is_made_later_hears_of_its_own_faults_alone(two: Simulation
         watch._receive(Fault(1, "raised", "why", scope_name), since)
     made = watch.scope([0, 1], "later")
     assert [(one.scope, since) for one, since in made.faults] == [(name, 3.0)]
+
+
+# ---- threads of a rank -----------------------------------------------------------------------------------------------
+
+
+def test_a_fault_that_comes_while_its_scope_is_made_is_known_there(two: Simulation) -> None:
+    """Red before: the thread that read it found no such scope, and kept it where that one had looked already."""
+    watch, reads, made = two.watches[0], threading.Event(), threading.Event()
+    name = _name((0, 1), "the other mesh")
+
+    class Read(Fault):
+        def __getattribute__(self, attribute: str) -> Any:
+            if attribute == "scope" and not reads.is_set():
+                reads.set()
+                made.wait(SECONDS)
+            return super().__getattribute__(attribute)
+
+    thread = threading.Thread(target=lambda: watch._receive(Read(1, "raised", "why", name), two.now))
+    thread.start()
+    assert reads.wait(10)
+    scope = watch.scope((0, 1), "the other mesh")
+    made.set()
+    thread.join()
+    assert [one.text for one, _ in scope.faults] == ["why"]
+
+
+def test_a_fault_that_comes_while_a_vague_one_is_replaced_is_kept(two: Simulation) -> None:
+    """Red before: the list from before it came replaced the list that had it."""
+    scope, reads, noted = two.scopes[0], threading.Event(), threading.Event()
+
+    class Vague(Fault):
+        def __getattribute__(self, attribute: str) -> Any:
+            if attribute == "vague" and not reads.is_set():
+                reads.set()
+                noted.wait(SECONDS)
+            return super().__getattribute__(attribute)
+
+    scope.faults = [(Vague(1, "raised", "it left its step", scope.name, scope.epoch, vague=True), 0.0)]
+    thread = threading.Thread(target=lambda: scope.note_fault(fault(scope), two.now))
+    thread.start()
+    assert reads.wait(10)
+    scope.note_fault(fault(scope, "lost", rank=0), two.now)
+    noted.set()
+    thread.join()
+    assert {one.kind for one, _ in scope.faults} == {"raised", "lost"}
+
+
+def test_a_record_is_made_while_another_thread_reads_mail(two: Simulation) -> None:
+    """Red before: "dictionary changed size during iteration", in the call of the program that wrote the record."""
+    own, asked, process = two.watches[0].own, iter(range(100, 9999)), two.watches[1].host.identity()
+    with meanwhile(lambda: own.look_at(next(asked), process, two.now), "peers/watch.py"):
+        own.look_at(1, process, two.now)
+        assert own.contents(None)["sees"]

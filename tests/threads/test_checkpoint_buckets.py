@@ -24,11 +24,14 @@ from fullshard.checkpoint.errors import (
     CheckpointIOError,
     CheckpointNotFound,
 )
+from fullshard.checkpoint.state import dtype_of
 from fullshard.checkpoint.store import Store
 from fullshard.cli import main
+from fullshard.layout import whole
 from fullshard.train.config import CheckpointKeys, ConfigError, load_config
 from fullshard.train.folder import Checkpoints, Line, make_run_dir
 from tests.harness.bucket import Request, Requests, buckets
+from tests.harness.moments import Meeting
 from tests.harness.threads import run_ranks
 
 RUN = "bucket://b/run"
@@ -157,6 +160,26 @@ def test_requests_of_each_rank_as_the_page_counts_them(requests: Requests) -> No
     # plain tensor it asks for the size, and reads header, table and a range. Two ranges of one file are read at a time.
     files = 2 * ranks - 1
     assert counted == {"list": 1, "get": 1 + ranks + 3 * files + 1, "head": files, "put": 0}
+
+
+def test_threads_that_read_one_object_ask_for_its_size_and_table_once(requests: Requests) -> None:
+    """Red before: each of the two, where both began at the same moment."""
+    save(1)
+    requests.made.clear()
+    meetings = {"head": Meeting(), "get": Meeting()}
+
+    def meet(request: Request) -> None:
+        if "data-" in request.path:
+            meetings[request.kind]()
+
+    requests.fault = meet
+    with checkpoint.open_checkpoint(STEP) as found:
+        entries = [found.manifest.tensors[key] for key in ("m.w", "m.b")]
+        each = [(entry, whole(entry.shape), torch.empty(entry.shape, dtype=dtype_of(entry.dtype))) for entry in entries]
+        found.read_each(each, threads=2)
+    assert all((tensor == 1).all() for *_, tensor in each)
+    # Header and table, and a range of each tensor.
+    assert (requests.count("head"), sum(one.kind == "get" and "data-" in one.path for one in requests.made)) == (1, 4)
 
 
 @pytest.mark.parametrize("how", ["sync", "async", "directory"])

@@ -229,6 +229,8 @@ def _forget(meshes: Iterable[tuple[int, ...]], source: str) -> None:
 # What has to be loaded after a model on a device was lost (peers/wait.py), and whether it was.
 
 _by_scope: weakref.WeakKeyDictionary[Scope, weakref.WeakSet[Recovery]] = weakref.WeakKeyDictionary()
+# Held where that is added to, or looked through: a thread may shard a model while another one loads its own.
+_LOCK = threading.RLock()
 
 
 class Recovery:
@@ -245,8 +247,9 @@ class Recovery:
         # Dotted names of what is not loaded yet, and the epochs of the losses since which it is not.
         self._left: dict[object, str] = {}
         self._epochs = [-1] * len(self._scopes)
-        for scope in self._scopes:
-            _by_scope.setdefault(scope, weakref.WeakSet()).add(self)
+        with _LOCK:
+            for scope in self._scopes:
+                _by_scope.setdefault(scope, weakref.WeakSet()).add(self)
         for module in model.modules():
             if any(True for _ in _places(module)):
                 counted = _Counted(weakref.ref(self))
@@ -355,11 +358,14 @@ def _places(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 def missing_on(scope: Scope) -> list[str]:
     """The names of what was not loaded since the loss of `scope`, of all models on its mesh."""
-    return [name for recovery in tuple(_by_scope.get(scope, ())) for name in recovery.missing()]
+    with _LOCK:
+        recoveries = tuple(_by_scope.get(scope, ()))
+    return [name for recovery in recoveries for name in recovery.missing()]
 
 
 def _recoveries() -> dict[Recovery, None]:
-    return {recovery: None for found in tuple(_by_scope.values()) for recovery in tuple(found)}
+    with _LOCK:
+        return {recovery: None for found in tuple(_by_scope.values()) for recovery in tuple(found)}
 
 
 def note_written(tensors: Sequence[Tensor]) -> None:
@@ -376,7 +382,9 @@ def declare_sound(model: nn.Module) -> None:
         if recovery.look():
             for module in model.modules():
                 recovery.note(module, [name for name, _ in _places(module)])
-    for scope in list(_by_scope):
+    with _LOCK:
+        scopes = list(_by_scope)
+    for scope in scopes:
         if scope.losses.current is None:
             scope.losses.learned_at = 0.0
 

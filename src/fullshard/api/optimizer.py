@@ -12,6 +12,7 @@ Before it returns, parameters and state are restored: the state as DTensors over
 from __future__ import annotations
 
 import operator
+import threading
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -51,6 +52,8 @@ AROUND = "_fullshard_around_step"
 # Param groups of an optimizer, each with the parameters to step.
 Parts = Sequence[tuple[dict[str, Any], list[Tensor]]]
 _CLASSES: weakref.WeakValueDictionary[type[Optimizer], type[Optimizer]] = weakref.WeakValueDictionary()
+# Held while a class is made: two threads would make two of one name. Making one calls `__init_subclass__` of users.
+MAKING = threading.RLock()
 
 
 def step_on_shards(optimizer: O, *, elementwise: bool = False) -> O:
@@ -91,7 +94,8 @@ def step_on_shards(optimizer: O, *, elementwise: bool = False) -> O:
         )
     expect_own_step(optimizer, "step_on_shards")
     optimizer.__dict__[_ATTRIBUTE] = {}
-    optimizer.__class__ = _stepping(original)
+    with MAKING:
+        optimizer.__class__ = _stepping(original)
     return optimizer
 
 

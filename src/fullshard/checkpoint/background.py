@@ -76,7 +76,7 @@ class SaveFuture(Future[str]):
 
 
 class Background:
-    """The saves of one process group."""
+    """The saves of one process group. Those of threads without a group share one."""
 
     def __init__(self) -> None:
         # The saves whose failure was not looked for yet, oldest first: one, or two with a queue.
@@ -107,7 +107,7 @@ class Background:
             # the default group may be destroyed as soon as the call returns.
             with with_all_ranks(messenger, job.what):
                 messenger.connect()
-        memory = self._memory.pop() if self._memory else StagingMemory()
+        memory = self._unused()
         job.staging = staging = Staging(memory, staging_nbytes)
         try:
             with messenger.telling(job.what):
@@ -118,7 +118,7 @@ class Background:
             taken = Snapshot([], {}, [f"its copy on the host: {error}"])
             staging.live.end()
         copied = time.monotonic()
-        after = self._running[-1] if self._running else None
+        after = next(reversed(self._running), None)
         self._running.append(future)
         _pending.append(future)
         # Not a daemon: the process waits for it at its end.
@@ -136,9 +136,9 @@ class Background:
     def settle(self, messenger: Messenger, what: str, leave: int = 0) -> None:
         """Wait until at most `leave` saves are in progress; raise the failure of one that ended on all ranks, if some
         rank has not seen it."""
-        while self._running:
-            oldest = self._running[0]
-            if len(self._running) > leave:
+        while running := tuple(self._running):
+            oldest = running[0]
+            if len(running) > leave:
                 Future.exception(oldest)
 
             def failed(oldest: SaveFuture = oldest) -> dict[str, Any]:
@@ -158,15 +158,21 @@ class Background:
     def _forget(self, oldest: SaveFuture) -> None:
         Future.exception(oldest)  # the same outcome on all ranks, as soon as it is there
         oldest.unseen()
-        if self._running and self._running[0] is oldest:
-            self._running.pop(0)
+        with contextlib.suppress(ValueError):  # another thread did
+            self._running.remove(oldest)
         # `close` may have removed it.
         with contextlib.suppress(ValueError):
             _pending.remove(oldest)
 
+    def _unused(self) -> StagingMemory:
+        try:
+            return self._memory.pop()
+        except IndexError:
+            return StagingMemory()
+
     def wait(self) -> None:
         """Wait until no save is in progress; failures are kept for the next save."""
-        for each in self._running:
+        for each in tuple(self._running):
             Future.exception(each)
 
     def release(self) -> None:
@@ -216,11 +222,15 @@ def background(messenger: Messenger) -> Background:
 def close() -> None:
     """Wait for all background saves and free their memory. Raises the first failure that was not read."""
     errors = []
-    while _pending:
-        error = _pending.pop(0).unseen()
+    while pending := tuple(_pending):
+        error = pending[0].unseen()
         if error is not None:
             errors.append(error)
-    for each in [_alone, *_by_group.values()]:
+        with contextlib.suppress(ValueError):  # another thread, which closes too, removed it
+            _pending.remove(pending[0])
+    with _LOCK:
+        known = [_alone, *_by_group.values()]
+    for each in known:
         each.release()
     if errors:
         raise errors[0]

@@ -70,6 +70,8 @@ class CheckpointReader:
         self._tables: dict[int, Table | OldTable] = {}
         self._tables_nbytes = 0
         self._lock = threading.Lock()
+        # Locks by file, held while it is checked: once for all threads that read parts of it.
+        self._checking: dict[int, threading.Lock] = {}
 
     def __enter__(self) -> CheckpointReader:
         return self
@@ -315,17 +317,18 @@ class CheckpointReader:
 
     def _table(self, file: Callable[[int], ReadFile], number: int) -> Table | OldTable:
         """The table of a data file, after checking the file's size, header and table."""
-        with self._lock:
-            known = self._tables.get(number)
-        if known is not None:
-            return known
-        found = self._prove(file(number), number)
-        with self._lock:
-            while self._tables and self._tables_nbytes + found.nbytes > _TABLES_NBYTES:
-                self._tables_nbytes -= self._tables.pop(next(iter(self._tables))).nbytes
-            self._tables[number] = found
-            self._tables_nbytes += found.nbytes
-        return found
+        with self._checking.setdefault(number, threading.Lock()):
+            with self._lock:
+                known = self._tables.get(number)
+            if known is not None:
+                return known
+            found = self._prove(file(number), number)
+            with self._lock:
+                while self._tables and self._tables_nbytes + found.nbytes > _TABLES_NBYTES:
+                    self._tables_nbytes -= self._tables.pop(next(iter(self._tables))).nbytes
+                self._tables[number] = found
+                self._tables_nbytes += found.nbytes
+            return found
 
     def _prove(self, file: ReadFile, number: int) -> Table | OldTable:
         entry = self.manifest.files[number]

@@ -458,8 +458,8 @@ def keep_plan(messenger: Messenger, declared: Declaration, plan: Plan) -> None:
     plans = plans_of(messenger)
     plans.pop(declared.digest, None)
     plans[declared.digest] = plan
-    while len(plans) > _KEPT:
-        del plans[next(iter(plans))]
+    for digest in list(plans)[:-_KEPT]:
+        plans.pop(digest, None)  # another thread, which saves without a process group too, may have removed it
 
 
 def _owned(parts: Sequence[tuple[KeyPath, Part]], members: Sequence[int]) -> list[Own]:

@@ -16,10 +16,12 @@ queued: call `torch.cuda.synchronize()` before it.
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -48,30 +50,40 @@ class _CopyStreams:
         self.up = self.module.Stream(device)
         self.down = self.module.Stream(device)
         self.downloading: deque[tuple[Any, Tensor, Tensor]] = deque()
+        # Held by `release`: two threads, each with a model, would both let go of the oldest, and one of the next too.
+        self._releasing = threading.Lock()
 
     def release(self, current: Any, most: int = 0) -> None:
         """Let go of what finished downloads read and wrote, and of all but `most` of the others: `current`, whose
         memory they read, waits for those."""
-        while self.downloading:
-            event = self.downloading[0][0]
-            if not event.query():
-                if len(self.downloading) <= most:
-                    return
-                current.wait_event(event)
-            self.downloading.popleft()
+        with self._releasing:
+            while self.downloading:
+                event = self.downloading[0][0]
+                if not event.query():
+                    if len(self.downloading) <= most:
+                        return
+                    current.wait_event(event)
+                self.downloading.popleft()
 
 
 _streams: dict[torch.device, _CopyStreams] = {}
 # Reduced chunks on their way to the host: they are device memory that offload is to save.
 _DOWNLOADS_IN_FLIGHT = 2
-# Links whose uploads the host has not waited for: `settle_uploads`.
-uploading: weakref.WeakSet[HostLink] = weakref.WeakSet()
+# Links whose uploads the host has not waited for, by id: `settle_uploads`. No WeakSet, to which no other thread may add
+# while this one looks through it.
+uploading: dict[int, weakref.ref[HostLink]] = {}
 
 
 def settle_uploads() -> None:
     """Wait until no upload reads shards: they may be written afterwards."""
-    for link in list(uploading):
-        link.settle()
+    for reference in list(uploading.values()):
+        link = reference()
+        if link is not None:
+            link.settle()
+
+
+def _forget(key: int, _: object) -> None:
+    uploading.pop(key, None)
 
 
 class HostLink:
@@ -109,7 +121,7 @@ class HostLink:
         with streams.module.stream(streams.up):
             yield
         self._uploaded = streams.up.record_event()
-        uploading.add(self)
+        uploading[id(self)] = weakref.ref(self, partial(_forget, id(self)))
 
     def _refuse_capture(self) -> None:
         if self._capturing():
@@ -131,7 +143,7 @@ class HostLink:
 
     def settle(self) -> None:
         """Wait, on the host, until no upload reads the shards."""
-        uploading.discard(self)
+        uploading.pop(id(self), None)
         if self._uploaded is not None:
             self._uploaded.synchronize()
 

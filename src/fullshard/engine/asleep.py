@@ -157,6 +157,6 @@ _held: list[HeldOptimizers] = []
 
 @refuses_steps(_held)
 def _refuse_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    for held in _held:
+    for held in tuple(_held):  # another thread may wake its own
         if any(held.holds(p) for group in optimizer.param_groups for p in group["params"]):
             _refuse(type(optimizer).__name__, "step")

@@ -162,7 +162,8 @@ def _forget(key: int, _: object) -> None:
 @refuses_steps(_under_way)
 def _refuse_too_early(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    for root in [found for reference in _under_way.values() if (found := reference()) is not None]:
+    # A copy: backwards end in other threads meanwhile.
+    for root in [found for reference in list(_under_way.values()) if (found := reference()) is not None]:
         names = [dotted_name(unit, p.name) for unit in root.units for p in unit.params if id(p.sharded) in own]
         if names:
             cure = _WAIT if root.run.ending.waits else "call finalize_backward() on the root"

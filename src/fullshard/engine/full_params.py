@@ -184,7 +184,7 @@ _no_steps: list[NoSteps] = []
 
 @refuses_steps(_no_steps)
 def _refuse_undone(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    for entered in _no_steps:
+    for entered in tuple(_no_steps):  # another thread may leave its own
         if any(entered.holds(parameter) for group in optimizer.param_groups for parameter in group["params"]):
             raise RuntimeError(
                 f"{type(optimizer).__name__}.step(): expected no step of sharded parameters inside "

@@ -7,9 +7,10 @@ up among all modules of the process.
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable, Sequence
-from itertools import chain
-from typing import Protocol
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
+from itertools import chain, starmap
+from typing import Any, Protocol
 
 from torch import Tensor, nn
 
@@ -69,7 +70,7 @@ def names_elsewhere(parameters: Iterable[Tensor]) -> dict[int, str]:
     wanted = {id(parameter): f"a parameter of shape {tuple(parameter.shape)}" for parameter in parameters}
     depths = dict.fromkeys(wanted, -1)
     for module in all_modules():
-        for name, parameter in nn.Module.named_parameters(module):  # not a wrapper's own
+        for name, parameter in _parameters_below(module):
             # The more dots, the further out is the module.
             if name.count(".") > depths.get(id(parameter), name.count(".")):
                 depths[id(parameter)] = name.count(".")
@@ -79,14 +80,36 @@ def names_elsewhere(parameters: Iterable[Tensor]) -> dict[int, str]:
 
 def parameter_of(gradient: Tensor) -> Tensor | None:
     """The parameter of a module of this process whose `.grad` it is; None if there is none."""
-    parameters = (p for module in all_modules() for p in vars(module)["_parameters"].values() if p is not None)
+    parameters = (parameter for module in all_modules() for _, parameter in _entries(module, "_parameters"))
     return next((p for p in parameters if p.grad is gradient), None)
+
+
+def _parameters_below(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """`named_parameters`, not a wrapper's own, of a module that another thread may be building."""
+    seen = set[nn.Module]()
+    stack = [("", module)]
+    while stack:
+        prefix, one = stack.pop()
+        if one not in seen:
+            seen.add(one)
+            yield from ((prefix + name, parameter) for name, parameter in _entries(one, "_parameters"))
+            stack += [(f"{prefix}{name}.", child) for name, child in reversed(_entries(one, "_modules"))]
+
+
+def _entries(module: nn.Module, registry: str) -> list[tuple[str, Any]]:
+    found = getattr(module, registry, {})
+    # At once, while nobody adds to it. Modules of torch.jit have others than a dict.
+    found = found.copy() if isinstance(found, dict) else found
+    return [(name, one) for name, one in found.items() if one is not None]
 
 
 def all_modules() -> list[nn.Module]:
     """The modules of this process."""
-    # A list of all objects has tuples that other threads are making, and these raise SystemError if anybody else has a
-    # reference to such a tuple. So the list lives inside of one call of C, and what is kept of it are classes.
+    # A list of objects has tuples that other threads are making, and these raise SystemError if anybody else has a
+    # reference to such a tuple. So both lists live inside of one call of C, and what is kept are classes and modules.
     kinds = set(map(type, chain.from_iterable(map(gc.get_objects, [None]))))
     kinds = {kind for kind in kinds if issubclass(kind, nn.Module)}
-    return [one for one in gc.get_referrers(*kinds) if type(one) in kinds and "_parameters" in vars(one)]
+    is_one = partial(type.__instancecheck__, nn.Module)
+    found = list(filter(is_one, chain.from_iterable(starmap(gc.get_referrers, [tuple(kinds)]))))
+    # Without those that another thread is making: `_modules` is the last that `nn.Module.__init__` sets.
+    return [one for one in found if type(one) in kinds and vars(one).keys() >= {"_parameters", "_modules"}]

@@ -13,7 +13,6 @@ torch has a public, global hook for each; the first `fully_shard` registers both
 
 from __future__ import annotations
 
-import itertools
 import threading
 import weakref
 from collections import Counter
@@ -24,6 +23,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from .._torch.modules import outside_graphs
 from ..comm import settle_uploads, uploading
@@ -45,14 +45,18 @@ _checks: list[tuple[Sized, Check, bool]] = []
 _passed: weakref.WeakKeyDictionary[Optimizer, list[Any]] = weakref.WeakKeyDictionary()
 # As `_checks`, once there is a model on a device.
 asked_on_devices: list[Callable[[Optimizer], None]] = []
-_registrations = itertools.count()
+# The two hooks, once there is a model.
+_hooks: list[RemovableHandle] = []
+# Held by a thread that registers something, because another one may register the same at that moment.
+_REGISTERING = threading.Lock()
 
 
 def follow_steps() -> int:
     """Register the hooks, once per process. Returns the identifier of this thread."""
-    if next(_registrations) == 0:
-        register_optimizer_step_pre_hook(outside_graphs(_before))
-        register_optimizer_step_post_hook(outside_graphs(_after))
+    with _REGISTERING:
+        if not _hooks:
+            _hooks.append(register_optimizer_step_pre_hook(outside_graphs(_before)))
+            _hooks.append(register_optimizer_step_post_hook(outside_graphs(_after)))
     return threading.get_ident()
 
 
@@ -70,8 +74,9 @@ def refuses_steps(registry: Sized, *, lasts: bool = False) -> Callable[[C], C]:
 
 def asks_on_devices(check: Callable[[Optimizer], None]) -> None:
     """Call `check(optimizer)` before each optimizer step from now on, before the other checks; it may raise."""
-    if check not in asked_on_devices:
-        asked_on_devices.append(check)
+    with _REGISTERING:
+        if check not in asked_on_devices:
+            asked_on_devices.append(check)
 
 
 def _before(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -111,8 +116,9 @@ optimizer_steps: Callable[[int], int] = _steps.__getitem__
 
 def tell_each_step(function: Callable[[Optimizer], None]) -> None:
     """Call `function` with each optimizer that took a step, in any thread. Registers each function once."""
-    if function not in _told:
-        _told.append(function)
+    with _REGISTERING:
+        if function not in _told:
+            _told.append(function)
 
 
 def note_optimizer_step(thread: int) -> None:

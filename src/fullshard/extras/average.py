@@ -80,6 +80,8 @@ class Average:
         # How many updates it had.
         self.updates = 0
         self._means: dict[str, Tensor] = {}
+        # While it is applied: the tensors that have the average, by id.
+        self._held: frozenset[int] = frozenset()
         with torch.inference_mode(False), torch.no_grad():
             for name, tensor in self._current().items():
                 self._means[name] = self._new(local_data(tensor), dtype=_mean_dtype(tensor.dtype))
@@ -127,7 +129,7 @@ class Average:
         average. Costs a copy of the shards, on the average's device. On all ranks, outside of a step. An optimizer's
         step inside raises `RuntimeError`, because leaving the context would undo it.
         """
-        if any(entered._model is self._model for entered in _applied):
+        if any(entered._model is self._model for entered in tuple(_applied)):
             raise RuntimeError("average.applied: expected the model's own values, found an average applied already")
         current = self._current()
         write_shards(self._model, "average.applied")
@@ -138,6 +140,7 @@ class Average:
                 kept[name] = self._new(local, dtype=local.dtype).copy_(local)
             for name, tensor in current.items():
                 local_data(tensor).copy_(self._means[name])
+        self._held = frozenset(map(id, current.values()))
         _applied.append(self)
         try:
             yield
@@ -227,8 +230,8 @@ _applied: list[Average] = []
 @refuses_steps(_applied)
 def _refuse_undone(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     for entered in tuple(_applied):  # another thread may leave its own
-        held = {id(tensor) for tensor in entered._current().values()}
-        if any(id(parameter) in held for group in optimizer.param_groups for parameter in group["params"]):
+        # Not the model's state dict: a model of another thread may be in a forward, which that would reshard.
+        if any(id(parameter) in entered._held for group in optimizer.param_groups for parameter in group["params"]):
             raise RuntimeError(
                 f"{type(optimizer).__name__}.step(): expected no step while an average is applied, which would be "
                 f"undone at its end; step outside of `with average.applied()`"

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from .._torch import local_of
 from ..agree.ledger import program_of
 from ..api import PeerFailed, RanksDisagree, step_on_shards
-from ..api.optimizer import ELEMENTWISE, expect_own_step, step_parts, with_step
+from ..api.optimizer import ELEMENTWISE, MAKING, expect_own_step, step_parts, with_step
 from ..comm import OwnerLine, owner_ranks
 from ..engine.foreign import ON_OWNERS, ON_SHARDS
 from ..engine.names import clean_name, first_few
@@ -192,21 +192,25 @@ def _attached(optimizer: Optimizer, rules: Rules) -> OwnerSteps:
         # Mirrors of what it steps on shards.
         vars(optimizer)[ON_SHARDS] = {}
         original = type(optimizer)
-        if original not in _MADE:
-
-            def step(self: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
-                loss = None
-                if closure is not None:
-                    with torch.enable_grad():
-                        loss = closure()
-                vars(self)[ON_OWNERS].step()
-                return loss
-
-            _MADE[original] = with_step(original, step)
-        optimizer.__class__ = _MADE[original]
+        with MAKING:
+            if original not in _MADE:
+                _MADE[original] = _stepping(original)
+            optimizer.__class__ = _MADE[original]
     steps.rules = rules
     steps.forget()
     return steps
+
+
+def _stepping(original: type[Optimizer]) -> Any:
+    def step(self: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        vars(self)[ON_OWNERS].step()
+        return loss
+
+    return with_step(original, step)
 
 
 class OwnerSteps:

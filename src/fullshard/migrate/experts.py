@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
+import threading
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -234,7 +235,12 @@ def send_by(module: Any) -> None:
     if (layout := fused_layout(module)) is not None:
         module.layout = layout
         kind: Any = type(module)
-        module.__class__ = _above(kind)
+        with _MAKING:
+            module.__class__ = _above(kind)
+
+
+# Two threads that shard experts of one class at the same moment would each make one, and `functools.cache` keep one.
+_MAKING = threading.RLock()
 
 
 @functools.cache

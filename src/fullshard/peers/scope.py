@@ -97,7 +97,7 @@ class Groups(dict[str, Group]):
     def __init__(self) -> None:
         super().__init__()
         self._named: Counter[str] = Counter()
-        # Held while they are cut or given up.
+        # Held while they are cut or given up, and while the scope's faults change.
         self.lock = threading.RLock()
 
     def new_name(self, name: str) -> str:
@@ -351,16 +351,18 @@ class Scope:
 
     def note_fault(self, fault: Fault, now: float) -> None:
         """Record a fault. Thread-safe."""
-        faults = list(self.faults)
-        if fault.epoch >= self.epoch and all(known != fault for known, _ in faults):
-            # A later report of the same failure replaces a vague one.
-            vague = [one for one in faults if one[0].vague and (one[0].rank, one[0].epoch) == (fault.rank, fault.epoch)]
-            if vague:
-                self.faults = [(fault, one[1]) if one in vague else one for one in faults]
-            else:
-                self.faults.append((fault, now))
-            if fault.epoch == self.epoch and fault.is_found:
-                self.failures.must_meet = True
+        with self.groups.lock:
+            faults = list(self.faults)
+            if fault.epoch >= self.epoch and all(known != fault for known, _ in faults):
+                # A later report of the same failure replaces a vague one.
+                same = (fault.rank, fault.epoch)
+                vague = [one for one in faults if one[0].vague and (one[0].rank, one[0].epoch) == same]
+                if vague:
+                    self.faults = [(fault, one[1]) if one in vague else one for one in faults]
+                else:
+                    self.faults.append((fault, now))
+                if fault.epoch == self.epoch and fault.is_found:
+                    self.failures.must_meet = True
 
     def end(self, wait: Wait, fault: Fault) -> None:
         """End `wait` because of `fault`. Thread-safe."""

@@ -509,7 +509,7 @@ class Waits(dict[int, "Wait | Waiting"]):
 
     def current(self) -> dict[int, Wait]:
         """The current waits, without those whose epoch is over."""
-        waits = {thread: described(waiting) for thread, waiting in list(self.items())}
+        waits = {thread: described(waiting) for thread, waiting in self.copy().items()}
         return {thread: wait for thread, wait in waits.items() if not wait.is_over}
 
     @property

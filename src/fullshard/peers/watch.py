@@ -108,10 +108,11 @@ class OwnRecord:
             if wait is not self.wait or self._issued is None:
                 self._issued = issued_by_group()
             found["torch"] = self._issued
+        # Copies: the thread that reads mail adds to it.
         forgotten = self._host.now() - 2 * self._watch.settings.silence_seconds
-        self._looks_at = {rank: look for rank, look in self._looks_at.items() if look[1] > forgotten}
+        self._looks_at = {rank: look for rank, look in self._looks_at.copy().items() if look[1] > forgotten}
         if self._looks_at:
-            found["sees"] = {rank: self._host.condition(process) for rank, (process, _) in self._looks_at.items()}
+            found["sees"] = {rank: self._host.condition(it) for rank, (it, _) in self._looks_at.copy().items()}
         if waiting.are_several:
             found["beside"] = 1
         if self.ended is not None:
@@ -166,6 +167,15 @@ class OwnRecord:
 # ---- watch -----------------------------------------------------------------------------------------------------------
 
 
+class Scopes(dict[tuple[tuple[int, ...], str], Scope]):
+    """The scopes of one process, by their ranks and what sets them apart."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        # Held while one is made, or a fault finds its scope: one that comes meanwhile belongs to it.
+        self.lock = threading.RLock()
+
+
 class Watch:
     """The watch of one process (in tests: of one thread), which is `rank` of the default process group."""
 
@@ -173,7 +183,7 @@ class Watch:
         self.settings = settings
         self.host = Host() if host is None else host
         self.records = Records(store, beside, rank)
-        self.scopes: dict[tuple[tuple[int, ...], str], Scope] = {}
+        self.scopes = Scopes()
         self.waiting = Waits()
         self.own = OwnRecord(self)
         # The reader of the others' records; made once a wait lasts.
@@ -204,15 +214,16 @@ class Watch:
         if list(in_order) != sorted(in_order):
             in_order = tuple(sorted(in_order))
         key = in_order, apart
-        if key not in self.scopes:
-            if not self.scopes:
-                self.post()
-                self._join()
-            self.scopes[key] = made = Scope(self, *key)
-            for fault, since in self._early:
-                if fault.scope == made.name:
-                    made.note_fault(fault, since)
-        return self.scopes[key]
+        with self.scopes.lock:
+            if key not in self.scopes:
+                if not self.scopes:
+                    self.post()
+                    self._join()
+                self.scopes[key] = made = Scope(self, *key)
+                for fault, since in self._early:
+                    if fault.scope == made.name:
+                        made.note_fault(fault, since)
+            return self.scopes[key]
 
     def _join(self) -> None:
         self.records.join(self.host.identity().partition(" ")[0])
@@ -331,11 +342,12 @@ class Watch:
         if fault.kind == "look":
             self.own.look_at(fault.rank, fault.text, now)
             return
-        known = [scope for scope in list(self.scopes.values()) if scope.name == fault.scope]
+        with self.scopes.lock:
+            known = [scope for scope in self.scopes.values() if scope.name == fault.scope]
+            if not known:
+                self._early = [*self._early[-_LATELY:], (fault, now)]
         for scope in known:
             scope.note_fault(fault, now)
-        if not known:
-            self._early = [*self._early[-_LATELY:], (fault, now)]
         self.own.log(fault)
         self.end_waits(now)
 
@@ -428,6 +440,8 @@ def _watched(reference: weakref.ref[Watch], ends: threading.Event) -> None:
 _watches: dict[int, tuple[weakref.ref[dist.ProcessGroup], Watch | None]] = {}
 # The latest watch: it reports the end of the process even after the process group was destroyed.
 _latest: list[Watch] = []
+# Held while one is made: two threads that ask at the same moment would each get their own.
+_making = threading.RLock()
 
 
 def watch() -> Watch | None:
@@ -438,8 +452,16 @@ def watch() -> Watch | None:
     assert world is not None
     key = id(world)
     known = _watches.get(key)
-    if known is not None and known[0]() is world:
-        return known[1]
+    if known is None or known[0]() is not world:
+        with _making:
+            known = _watches.get(key)
+            if known is None or known[0]() is not world:
+                return _made(world)
+    return known[1]
+
+
+def _made(world: dist.ProcessGroup) -> Watch | None:
+    key = id(world)
     silent = dist.get_backend(world) == "fake" or dist.get_world_size(world) == 1
     settings = Settings.read(1800.0 if silent else timeout_of(world))
     made = None if silent else _watch_of(world, settings)
@@ -478,6 +500,8 @@ def mode() -> str:
 def _forked() -> None:
     """A forked child is not a rank: it has no watch thread, and must not report in its parent's name. It becomes one in
     a process group that it makes itself."""
+    global _making
+    _making = threading.RLock()
     _watches.clear()
     _latest.clear()
     world = dist.group.WORLD if dist.is_initialized() else None

@@ -24,6 +24,7 @@ import fnmatch
 import functools
 import inspect
 import os
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -90,13 +91,14 @@ class Options:
             reduce_default=_choice(source, "FULLSHARD_REDUCE_DTYPE", REDUCE_DEFAULTS),
             check=_flag(source, "FULLSHARD_CHECK"),
         )
-        for changes in _open:
+        for changes in tuple(_open):  # another thread may leave its own
             found = replace(found, **changes)
         return found
 
 
 # Shared by all threads, outermost first: the ranks of a test may be threads.
 _open: list[dict[str, Any]] = []
+_LEAVING = threading.Lock()
 
 
 @contextmanager
@@ -111,8 +113,9 @@ def use_options(**changes: Any) -> Iterator[None]:
     try:
         yield
     finally:
-        # By identity: another thread may have opened an equal one.
-        del _open[next(i for i, each in enumerate(_open) if each is changes)]
+        # By identity: another thread may have opened an equal one. And at once, though another one leaves its own.
+        with _LEAVING:
+            del _open[next(i for i, each in enumerate(_open) if each is changes)]
 
 
 def _choice(source: Mapping[str, str], name: str, choices: tuple[str, ...]) -> str:
