@@ -138,7 +138,7 @@ class Background:
         rank has not seen it."""
         while running := tuple(self._running):
             oldest = running[0]
-            if len(running) > leave:
+            if len(self._running) > leave:
                 Future.exception(oldest)
 
             def failed(oldest: SaveFuture = oldest) -> dict[str, Any]:

@@ -353,8 +353,9 @@ class AnyWatch(Protocol):
     settings: Settings
     is_watched: bool
     waiting: Waits
-    scopes: dict[tuple[tuple[int, ...], str], Any]
 
+    @property
+    def scopes(self) -> dict[tuple[tuple[int, ...], str], Any]: ...
     @property
     def rank(self) -> int: ...
     def begin(self) -> None: ...
