@@ -21,6 +21,7 @@ from torch import nn
 
 import fullshard
 from fullshard import checkpoint, fully_shard, step_on_shards
+from fullshard._torch import local_of
 from fullshard.agree import recovery
 from fullshard.agree.recovery import Recovery
 from fullshard.checkpoint import background
@@ -280,6 +281,47 @@ def test_a_tuple_of_classes_that_another_thread_makes_is_left_alone() -> None:
         assert inside.wait(10)
         assert any(found is one for found in all_modules())
         assert made.result(10) == (Listed,)
+
+
+# ---- garbage ---------------------------------------------------------------------------------------------------------
+
+
+class _Finalized:
+    """In a cycle of its own. A collection runs `do` when it frees it."""
+
+    def __init__(self, do: Callable[[], object]) -> None:
+        self.itself, self.do = self, do
+
+    def __del__(self) -> None:
+        self.do()
+
+
+def test_memory_that_a_cycle_holds_goes_while_another_thread_collects() -> None:
+    """Red before: `gc.collect` does nothing then, and `sleep` said that the program holds the memory."""
+    inside, over = threading.Event(), threading.Event()
+
+    def collected() -> None:
+        inside.set()
+        over.wait(SECONDS)
+
+    def rank_main(rank: int) -> None:
+        model = fully_shard(seeded(lambda: nn.Linear(4, 4)))
+        gc.disable()  # or a collection of this thread may find the cycles before
+        try:
+            _Finalized(collected)
+            collector = threading.Thread(target=gc.collect)
+            collector.start()
+            assert inside.wait(10)
+            holder = SimpleNamespace(view=local_of(model.weight).view(-1))
+            holder.itself = holder
+            del holder
+            assert fullshard.sleep(model, drop=True).freed_nbytes == 4 * 16 + 4 * 4
+        finally:
+            gc.enable()
+            over.set()
+            collector.join()
+
+    run_ranks(1, rank_main)
 
 
 # ---- checkpoints -----------------------------------------------------------------------------------------------------

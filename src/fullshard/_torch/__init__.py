@@ -101,7 +101,7 @@ from .modules import (
     swappable,
     without_torch_functions,
 )
-from .storages import others_with_memory_of
+from .storages import collect_garbage, others_with_memory_of
 from .streams import capturing, current_stream_of, is_capturing_elsewhere
 
 if TYPE_CHECKING:
@@ -133,6 +133,7 @@ __all__ = [
     "backend_of",
     "base_of",
     "buffers_of",
+    "collect_garbage",
     "can_be_one_mesh",
     "capturing",
     "children_of",

@@ -13,7 +13,6 @@ are. Models on a CPU lose nothing, and have none.
 
 from __future__ import annotations
 
-import gc
 import operator
 import threading
 import time
@@ -27,7 +26,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from .._torch import non_persistent_buffers
+from .._torch import collect_garbage, non_persistent_buffers
 from ..comm import ExpertLine, alike
 from ..engine.names import clean_name, first_few
 from ..engine.optimizer_steps import asks_on_devices, optimizer_steps
@@ -265,7 +264,7 @@ class Recovery:
         epochs = [-1 if scope.losses.current is None else scope.losses.current.epoch for scope in self._scopes]
         if any(map(operator.gt, epochs, self._epochs)):
             # A model that was dropped shares the mesh until its cycles are collected, and nobody can load it.
-            gc.collect()
+            collect_garbage()
             self._left = self._everything()
         self._epochs = epochs
         return max(epochs) >= 0

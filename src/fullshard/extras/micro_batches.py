@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import random
 import sys
 from collections.abc import Callable, Iterable, Mapping
@@ -13,7 +12,7 @@ from typing import Any, Generic, Literal, NamedTuple, TypeVar, get_args
 import torch
 from torch import Tensor, nn
 
-from .._torch import buffers_of
+from .._torch import buffers_of, collect_garbage
 from ..agree import guard
 from ..agree.companion import about_to_count
 from ..agree.joined import all_ranks_of
@@ -145,7 +144,7 @@ class Start:
             parameter.grad = kept.restore()
         self._restore_rest()
         # Frames of the failed attempt may be in reference cycles, with the activations that they hold.
-        gc.collect()
+        collect_garbage()
         for kind in {unit.device.type for unit in self._units}:
             # Only whole free blocks count for what fits: release those of the failed sizes.
             getattr(torch.get_device_module(kind), "empty_cache", _nothing)()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -10,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .._torch import base_of, others_with_memory_of, without_torch_functions
+from .._torch import base_of, collect_garbage, others_with_memory_of, without_torch_functions
 from ..comm import ShardGroup, gathered
 from ..comm.group import message_device
 from ..layout import align_up
@@ -43,7 +42,8 @@ class SleptMemory:
 
     def settle(self) -> None:
         """Find out whether it can be given away. `tensors` are complete."""
-        if self.frees and self._held() and gc.collect() >= 0:
+        if self.frees and self._held():
+            collect_garbage()
             self.held = self._held()
             self._can = not self.held
 

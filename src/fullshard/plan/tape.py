@@ -6,7 +6,6 @@ which forwards make them.
 
 from __future__ import annotations
 
-import gc
 import weakref
 from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -22,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from .._torch import (
     TorchDispatchMode,
     base_of,
+    collect_garbage,
     current_node,
     is_write,
     next_node_number,
@@ -462,7 +462,7 @@ def _wrapped(
         unit = place[id(module)]
         own = slots.get(unit, [])
         module.forward = partial(_forward, module.forward, unit, recorder, compute, unit in on_host, own)
-    gc.collect()
+    collect_garbage()
     every = [slot for each in slots.values() for slot in each]
     show(every, full=False)
     try:
