@@ -256,7 +256,7 @@ def _limited(item: pytest.Item, stage: str) -> Generator[None, Any, Any]:
         case = recording.case_of_item(item)
         if case is not None and case.only_when_written:
             seconds = min(seconds, recording.HANG_SECONDS_WHEN_BETTER)
-    with hang.limit(seconds, f"{stage} of {item.nodeid}", terminal=item.config.stash[_TERMINAL]):
+    with hang.limit(hang.patience(seconds), f"{stage} of {item.nodeid}", terminal=item.config.stash[_TERMINAL]):
         return (yield)
 
 

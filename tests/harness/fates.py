@@ -27,7 +27,7 @@ from typing import Any
 import torch.distributed as dist
 
 from fullshard.peers import watch
-from tests.harness import forked
+from tests.harness import forked, hang
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ def run_fates(
         ranks = [forked.fork(_rank_main, rank, *call) for rank in range(world)]
         told: dict[int, Told] = {}
         waiting = {conn: rank for rank, (_, conn) in enumerate(ranks)}
-        deadline = time.monotonic() + timeout
+        deadline = time.monotonic() + hang.patience(timeout)
         while set(waiting.values()) - set(lost) and (left := deadline - time.monotonic()) > 0:
             for conn in wait(list(waiting), timeout=left):
                 assert isinstance(conn, Connection)

@@ -35,7 +35,7 @@ import torch.distributed as dist
 
 from fullshard.checkpoint import background
 from fullshard.peers import watch
-from tests.harness import collecting
+from tests.harness import collecting, hang
 from tests.harness.errors import RankReport, RanksFailed
 from tests.harness.installed import clear_sharding_cache
 
@@ -54,6 +54,7 @@ def run_forks(world: int, fn: Callable[..., Any], args: tuple[Any, ...], timeout
     name = getattr(fn, "__qualname__", repr(fn))
     with tempfile.TemporaryDirectory(prefix="fullshard-forks-") as folder:
         rendezvous = os.path.join(folder, "rendezvous")
+        timeout = hang.patience(timeout)
         forks = [fork(_rank_main, rank, world, fn, args, rendezvous, timeout) for rank in range(world)]
         try:
             results, reports = _collect(forks, timeout)
@@ -225,7 +226,7 @@ def _collect(forks: list[tuple[int, Connection]], timeout: float) -> tuple[list[
                 text, error, when = payload
                 reports.append(RankReport(rank, "raised", text, error, when))
             if reports:
-                deadline = min(deadline, time.monotonic() + _AFTER_FAILURE_SECONDS)
+                deadline = min(deadline, time.monotonic() + hang.patience(_AFTER_FAILURE_SECONDS))
     kind = "released" if reports else "hung"
     for rank in waiting.values():
         reports.append(RankReport(rank, kind, "did not answer in time", at=time.monotonic()))  # type: ignore[arg-type]

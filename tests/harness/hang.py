@@ -9,6 +9,7 @@ the last lines.
 from __future__ import annotations
 
 import faulthandler
+import os
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,6 +22,12 @@ from tests.harness.errors import format_stacks
 GRACE_SECONDS = 20.0
 
 _sources: list[Callable[[], str]] = []
+
+
+def patience(seconds: float) -> float:
+    """`seconds` of an idle machine: longer where more programs run than there are cores, five times at most, so that a
+    test does not seem to hang because others run."""
+    return seconds * min(5.0, max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1)))
 
 
 class Hang(Exception):

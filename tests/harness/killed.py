@@ -21,7 +21,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.harness import forked
+from tests.harness import forked, hang
 
 OPERATIONS = frozenset({"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "fcntl.flock", "os.listdir"})
 # Exit statuses of a rank.
@@ -143,7 +143,7 @@ def _rank_main(rank: int, fn: Callable[[int], None], kill: Kill | None) -> int:
 
 def _wait(pids: list[int], timeout: float) -> list[int]:
     found: dict[int, int] = {}
-    deadline = time.monotonic() + timeout
+    deadline = time.monotonic() + hang.patience(timeout)
     while len(found) < len(pids):
         for pid in pids:
             if pid not in found:

@@ -43,14 +43,14 @@ _OUTPUT_CHARACTERS = 4000
 class _Worker:
     """One process of the pool, the parent's side."""
 
-    def __init__(self, number: int, folder: str) -> None:
+    def __init__(self, number: int, folder: str, backend: str) -> None:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(_PRELOAD)
         self.log = os.path.join(folder, f"worker{number}.log")
         self.stacks_file = os.path.join(folder, f"worker{number}.stacks")
         self.conn, theirs = context.Pipe()
         self.process = context.Process(
-            target=worker_main, args=(number, folder, theirs), name=f"pool worker {number}", daemon=True
+            target=worker_main, args=(number, folder, theirs, backend), name=f"pool worker {number}", daemon=True
         )
         self.process.start()
         theirs.close()
@@ -135,7 +135,7 @@ class ProcessPool:
         # one, the next store reads that from the middle, and waits for ever with the file locked.
         rendezvous = os.path.join(self.folder, f"rendezvous-{uuid.uuid4().hex}") if group else None
         name = getattr(fn, "__qualname__", repr(fn))
-        filters = list(warnings.filters)
+        filters, timeout = list(warnings.filters), hang.patience(timeout)
         try:
             jobs = [
                 # The group's own limit is behind the job's, so that a hang is reported by stacks and not by a gloo
@@ -189,11 +189,12 @@ class ProcessPool:
                 worker = self.workers[number]
                 if worker is None or not worker.process.is_alive():
                     self._discard(number)
-                    self.workers[number] = _Worker(number, self.folder)
+                    self.workers[number] = _Worker(number, self.folder, self.backend)
             workers = [worker for worker in self.workers[:world] if worker is not None]
             # One deadline for all: both attempts must end before the hang timer of the test, which would leave the
             # stuck processes to the next test.
-            deadline = time.monotonic() + _START_SECONDS
+            seconds = hang.patience(_START_SECONDS)
+            deadline = time.monotonic() + seconds
             lost = [number for number, worker in enumerate(workers) if not worker.wait_ready(deadline)]
             if not lost:
                 return workers
@@ -202,7 +203,7 @@ class ProcessPool:
             for number in lost:
                 if workers[number].process.is_alive():
                     print(
-                        f"pool process {number} did not come back from its last job in {_START_SECONDS:g} s and is "
+                        f"pool process {number} did not come back from its last job in {seconds:g} s and is "
                         f"replaced; it stands at\n{workers[number].stacks()}",
                         file=sys.stderr,
                     )
@@ -248,7 +249,7 @@ def _collect(workers: list[_Worker], timeout: float) -> tuple[list[Any], list[Ra
                 report = RankReport(rank, "died", _with_output(_exit_text(worker.process.exitcode), worker))
             if report is not None:
                 if not reports:
-                    deadline = min(deadline, time.monotonic() + _RELEASE_SECONDS)
+                    deadline = min(deadline, time.monotonic() + hang.patience(_RELEASE_SECONDS))
                 reports.append(report)
             if report is not None or done:
                 del waiting[rank]

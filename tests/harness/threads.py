@@ -38,7 +38,7 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed import multi_threaded_pg as threaded
 
-from tests.harness import collecting, cuda_builds, mailbox, worlds
+from tests.harness import collecting, cuda_builds, hang, mailbox, worlds
 from tests.harness.errors import RankReport, RanksFailed, format_stacks
 from tests.harness.installed import clear_redistribution_cache, clear_sharding_cache
 
@@ -170,7 +170,7 @@ class _Run:
         self.made_groups = False
 
     def join(self, timeout: float) -> list[Any]:
-        deadline = time.monotonic() + timeout
+        deadline = time.monotonic() + hang.patience(timeout)
         for thread in self.threads:
             thread.start()
         while any(thread.is_alive() for thread in self.threads) and not self.failed.is_set():
@@ -193,12 +193,13 @@ class _Run:
         if not alive:
             return
         _wake_waiting()
-        deadline = time.monotonic() + _RELEASE_SECONDS
+        seconds = hang.patience(_RELEASE_SECONDS)
+        deadline = time.monotonic() + seconds
         while any(thread.is_alive() for thread in alive) and time.monotonic() < deadline:
             # A rank can be between two collectives, or in a loop of its own: wake sleepers again and ask the thread
             # to end.
             _wake_waiting()
-            if time.monotonic() > deadline - _RELEASE_SECONDS / 2:
+            if time.monotonic() > deadline - seconds / 2:
                 for thread in alive:
                     _raise_in_thread(thread, SystemExit)
             for thread in alive:

@@ -50,7 +50,7 @@ class Job:
     backend: str = "gloo"
 
 
-def main(number: int, folder: str, conn: Connection) -> None:
+def main(number: int, folder: str, conn: Connection, backend: str) -> None:
     """Run the jobs that arrive on `conn`, until the parent closes it.
 
     For each job: this process says that it is ready, receives the job, answers with (ok, payload), waits for the word
@@ -67,6 +67,11 @@ def main(number: int, folder: str, conn: Connection) -> None:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     torch.set_num_threads(1)
     cuda_builds.count_devices()
+    if _is_on_device(backend):
+        from tests.harness import nccl
+
+        # Before a module of tests is imported: autograd counts the devices at the first backward, which may be there.
+        nccl.library()
     gc.freeze()  # torch's own objects never become garbage; without this a collection takes 150 ms
     try:
         while True:
@@ -130,11 +135,16 @@ def _answer(message: bytes, before: _ProcessState) -> bytes:
         return carried
 
 
+def _is_on_device(backend: str) -> bool:
+    """Whether ranks with it have the device "simulated"."""
+    return "nccl" in backend
+
+
 def _run(job: Job) -> Any:
     torch.manual_seed(job.seed)
     with warnings.catch_warnings():
         warnings.filters[:] = job.warning_filters  # the same strictness as in the test that asked
-        backend, on_device = job.backend, "nccl" in job.backend
+        backend, on_device = job.backend, _is_on_device(job.backend)
         if on_device:
             from tests.harness import nccl
 
