@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from fullshard import RanksDisagree, fully_shard
 from tests.harness.behaviours import behaviour
 from tests.harness.forked import run_forks
+from tests.harness.hang import patience
 
 SIZE = 24
 # The documented bound; some two seconds where the machine is free.
@@ -142,7 +143,7 @@ def _undisturbed(rank: int, steps: int) -> list[Tensor]:
 def _compare(names: tuple[str, ...]) -> None:
     by_rank = run_forks(2, _alone, (names,), 45)
     for name, (text, seconds), (told, _) in zip(names, by_rank[0][0], by_rank[1][0], strict=True):
-        assert seconds < SECONDS, f"{name}: {seconds:.1f} s"
+        assert seconds < patience(SECONDS), f"{name}: {seconds:.1f} s"
         assert f"found rank 1 in {name.split()[0].replace('norm', 'full_tensor')} (" in text, text
         assert "test_elsewhere.py:" in text and CALLS[name][1] in text
         assert "while rank 0 waits in " in text, text
@@ -186,7 +187,7 @@ def test_who_waits_for_an_answer_is_told_and_told_again() -> None:
     by_rank = run_forks(2, _question_and_meeting, (), 40)
     ((first, again), _), ((other,), _) = by_rank
     for text, seconds in (first, again):
-        assert seconds < SECONDS
+        assert seconds < patience(SECONDS)
         assert "found rank 1 in barrier (" in text and "in _question_and_meeting" in text
     assert "while rank 0 waits in the units and parameters of the model" in first[0]
     assert "while rank 0 waits in the next step after a failure" in again[0]
@@ -214,7 +215,7 @@ def _replica(rank: int) -> tuple[str, float]:
 def test_a_gather_within_one_replica_is_told_to_all() -> None:
     for text, seconds in run_forks(4, _replica, (), 60):
         assert "found rank 3 in full_tensor (" in text and "which needs ranks 2 and 3, while rank 2 waits" in text
-        assert seconds < SECONDS
+        assert seconds < patience(SECONDS)
 
 
 # ---- programs that are right -------------------------------------------------------------------------------

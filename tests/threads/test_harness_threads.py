@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from tests.harness.errors import RanksFailed
+from tests.harness.hang import patience
 from tests.harness.threads import run_ranks, running
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -68,7 +69,7 @@ def test_a_failing_rank_frees_those_in_a_collective() -> None:
     start = time.monotonic()
     with pytest.raises(RanksFailed, match="rank two is unwell") as caught:
         run_ranks(4, rank_main)
-    assert time.monotonic() - start < 30
+    assert time.monotonic() - start < patience(30)
     assert isinstance(caught.value.exception(2), ValueError)
     assert "in rank_main" in str(caught.value), "the traceback of the failing rank belongs to the message"
     assert next(iter(caught.value.reports)) == 2, "the cause comes first"
@@ -85,7 +86,7 @@ def test_a_failing_rank_frees_those_that_make_a_group() -> None:
     start = time.monotonic()
     with pytest.raises(RanksFailed, match="no group for me"):
         run_ranks(3, rank_main)
-    assert time.monotonic() - start < 30
+    assert time.monotonic() - start < patience(30)
     _assert_clean()
 
 
