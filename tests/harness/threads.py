@@ -11,7 +11,8 @@ done here:
   now and then.
 * Tensors' random state is one per process: draw test data before the ranks start, or from a generator of the rank's
   own.
-* Every `init_process_group` puts one more excepthook around the last one; ours is put back.
+* Every `init_process_group` puts one more excepthook around the last one; ours is put back, and so is whether
+  algorithms are deterministic.
 * A rank that sits in C code cannot be ended. It is left behind when its run is over, fails the test that started it
   (tests/conftest.py), and finds nothing of later runs: `_start_coll` below refuses it their collectives, and it neither
   releases their ranks nor destroys their groups when it ends.
@@ -124,7 +125,7 @@ def run_ranks(world: int, fn: Callable[..., Any], *args: Any, timeout: float = 6
         return run_forks(world, fn, args, timeout)
     worlds.note("threads", world)
     run = _Run(world, fn, args)
-    excepthook = sys.excepthook
+    excepthook, deterministic = sys.excepthook, torch.are_deterministic_algorithms_enabled()
     torch._C._distributed_c10d._set_thread_isolation_mode(True)
     threaded._install_threaded_pg()
     mailbox.install()
@@ -141,6 +142,7 @@ def run_ranks(world: int, fn: Callable[..., Any], *args: Any, timeout: float = 6
             threaded._ctx_manager.__exit__(None, None, None)
             threaded._ctx_manager = None
         sys.excepthook = excepthook
+        torch.use_deterministic_algorithms(deterministic)  # of the process, and ranks switch them on
         torch._C._distributed_c10d._set_thread_isolation_mode(False)
 
 
@@ -238,7 +240,8 @@ class _Run:
                     self.failed.set()
                     _wake_waiting()
                 if dist.is_initialized():
-                    self.made_groups |= dist.distributed_c10d._world.group_count > 1
+                    if dist.distributed_c10d._world.group_count > 1:  # no `|=`, which another rank may undo
+                        self.made_groups = True
                     dist.destroy_process_group()
 
     def _report_hung(self) -> None:
