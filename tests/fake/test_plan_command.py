@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -157,6 +158,47 @@ def test_the_micro_batch_is_the_programs_own(capsys: pytest.CaptureFixture[str])
         strategy = json.loads(capsys.readouterr().out)["strategy"]
         found.append((strategy["micro_batch"], strategy["accumulate"]))
     assert found == [(4, 1), (4, 1), (4, 2), (2, 4)]
+
+
+def test_another_micro_batch_of_a_config_has_the_same_samples(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    file = tmp_path / "train.toml"
+    file.write_text("[training]\nglobal_batch = 16\nmicro_batch = 2\n[model]\nlayers = 1\n")
+    asked, found = ["plan", str(file), "--ranks", "2", "--hardware", "cpu"], []
+    for given in ([], ["--micro", "1"], ["--micro", "8"], ["--micro", "2", "--batch", "4"], ["--batch", "4"]):
+        assert main([*asked, *given, "--json"]) == 0
+        strategy = json.loads(capsys.readouterr().out)["strategy"]
+        found.append((strategy["micro_batch"], strategy["accumulate"]))
+    assert found == [(2, 4), (1, 8), (8, 1), (2, 2), (2, 2)]
+    assert main([*asked, "--micro", "3"]) == 2
+    assert "--micro 3: expected a divisor of the 8 samples that a rank has in a step" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        ["plan", f"{__name__}:program", "--ranks", "2", "--hardware", "cpu"],
+        ["plan", f"{__name__}:program", "--ranks", "2", "--hardware", "cpu", "--explain", "peak"],
+        ["see", "RUN", "--unit", ""],
+        ["completion", "bash"],
+    ],
+    ids=" ".join,
+)
+def test_a_command_whose_reader_is_gone_ends_without_a_word(
+    asked: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    run = _run(tmp_path / "run", [2.0, 0.1])
+    _recorded(run)
+    reading, writing = os.pipe()
+    os.close(reading)
+    # Line by line and all at the end: a write fails, or the last flush.
+    for buffering in (1, -1):
+        with os.fdopen(os.dup(writing), "w", buffering=buffering) as pipe, monkeypatch.context() as patch:
+            patch.setattr(sys, "stdout", pipe)
+            assert main([str(run) if word == "RUN" else word for word in asked]) == 1
+    os.close(writing)
+    assert not capsys.readouterr().err
 
 
 def norms_kept() -> Program:

@@ -51,33 +51,42 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv` (default: the process's own) and return its exit code."""
-    arguments = parser().parse_args(argv)
     try:
-        if arguments.command == "verify":
-            return verify.run(arguments)
-        if arguments.command == "doctor":
-            return doctor.run(arguments)
-        if arguments.command == "migrate":
-            return migrate.run(arguments)
-        if arguments.command == "see":
-            return see.run(arguments)
-        if arguments.command == "plan":
-            return plan.run(arguments)
-        if arguments.command == "env":
-            return env.run(arguments)
-        if arguments.command == "completion":
-            return completion.run(arguments, parser())
-        if arguments.command != "checkpoint":
-            return train.run(arguments)
-        from fullshard.cli import checkpoint
-
-        return checkpoint.run(arguments)
+        try:
+            return _run(parser().parse_args(argv))
+        finally:
+            sys.stdout.flush()
     except KeyboardInterrupt:
         print("fullshard: interrupted by SIGINT", file=sys.stderr)
         return 130
     except BrokenPipeError:  # the reader of our output is gone, for instance `| head`
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+        # What is still in the buffer is written when the interpreter ends.
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+        os.close(nowhere)
         return 1
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    if arguments.command == "verify":
+        return verify.run(arguments)
+    if arguments.command == "doctor":
+        return doctor.run(arguments)
+    if arguments.command == "migrate":
+        return migrate.run(arguments)
+    if arguments.command == "see":
+        return see.run(arguments)
+    if arguments.command == "plan":
+        return plan.run(arguments)
+    if arguments.command == "env":
+        return env.run(arguments)
+    if arguments.command == "completion":
+        return completion.run(arguments, parser())
+    if arguments.command != "checkpoint":
+        return train.run(arguments)
+    from fullshard.cli import checkpoint
+
+    return checkpoint.run(arguments)
 
 
 # ---- the arguments of `fullshard checkpoint` -------------------------------------------------------------------

@@ -120,6 +120,8 @@ def run(arguments: argparse.Namespace) -> int:
 
     try:
         return _run(arguments)
+    except BrokenPipeError:
+        raise
     except (ProgramError, ConfigError, ValueError, OSError) as error:
         print(f"fullshard plan: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
@@ -406,7 +408,7 @@ def _source(arguments: argparse.Namespace, backend: str) -> _Asked:
             return replace(programs((sequence or length) * parts), parallelize=None)
 
         output = config.sharding.precision.dtypes[2]
-        strategy = _with_dials(strategy, arguments)
+        strategy = _with_dials(strategy, arguments, strategy.micro * strategy.accumulate)
         return _Asked(programs, strategy, about, whole, config.sharding.parallel, length, output=output)
     if source in shapes.NAMED:
         programs = lambda sequence: shapes.named(source, sequence)  # noqa: E731
@@ -495,8 +497,9 @@ def _about(program: Program, plan: Parallelism, ranks: int, sequence: int, *, ow
     return [*declared.lines(), *declared.stages(model)]
 
 
-def _with_dials(strategy: Strategy, arguments: argparse.Namespace) -> Strategy:
-    """`strategy` with what the command line says."""
+def _with_dials(strategy: Strategy, arguments: argparse.Namespace, samples: int = 0) -> Strategy:
+    """`strategy` with what the command line says. `samples`: those of its step, if SOURCE says how many; another
+    micro-batch does not change them."""
     from fullshard.plan.hosts import ONE_LEVEL, TWO_LEVELS
     from fullshard.plan.recomputation import on_host
 
@@ -512,8 +515,11 @@ def _with_dials(strategy: Strategy, arguments: argparse.Namespace) -> Strategy:
     if arguments.reshard is not None:
         changes["reshard"] = _reshard(arguments.reshard)
     micro = strategy.micro if arguments.micro is None else arguments.micro
-    batch = arguments.batch or max(strategy.micro * strategy.accumulate if arguments.micro is None else 0, micro)
+    batch = arguments.batch or samples or micro
     if batch % micro:
+        if arguments.batch is None:
+            problem = f"expected a divisor of the {batch} samples that a rank has in a step; or give --batch, too"
+            raise ValueError(f"--micro {micro}: {problem}")
         raise ValueError(f"--batch {batch}: expected a multiple of the micro-batch, {micro}")
     changes |= {"micro": micro, "accumulate": batch // micro}
     for name, value in (("recompute", arguments.recompute), ("optimizer", arguments.optimizer)):

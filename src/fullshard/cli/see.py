@@ -62,6 +62,8 @@ def run(arguments: argparse.Namespace) -> int:
         return _show(arguments, [read_run(path) for path in arguments.runs])
     except RecordError as error:
         print(f"fullshard see: {error}", file=sys.stderr)
+    except BrokenPipeError:
+        raise
     except OSError as error:
         print(f"fullshard see: {error.filename}: {error.strerror}", file=sys.stderr)
     return 2
