@@ -120,7 +120,7 @@ def replayed(plan: Plan, model: Model, *, steps: int = 2) -> int:
     gathered: set[tuple[int, int]] = set()
     take_shards("parameter")
     memory.allocate("buffers", model.buffer_nbytes)
-    lines = _lines(plan, model)
+    lines = lines_of(plan, model)
     for step in range(steps):
         unit_of: dict[int, int] = {}
         gradients: defaultdict[int, list[Hashable]] = defaultdict(list)
@@ -160,7 +160,7 @@ def replayed(plan: Plan, model: Model, *, steps: int = 2) -> int:
     return memory.reserved
 
 
-def _lines(plan: Plan, model: Model) -> Sequence[Line]:
+def lines_of(plan: Plan, model: Model) -> Sequence[Line]:
     """The lines of a step with the recomputation of the plan, and with what its compiled units do not make."""
     ways: list[str] = [NONE, *[str(plan.strategy.recompute)] * (len(model.units) - 1)]
     tape = model.tape

@@ -6,8 +6,8 @@ reserved    FSDP2 allocates the output of an all-gather and that of a reduce-sca
             reserves is replayed (`allocator`). This library has all of them on the stream of compute
 hidden      asynchronous TP cuts a message along `tp` into as many parts as there are ranks, and has each but one beside
             a part of the product that makes or reads it (torch.distributed._symmetric_memory). This library waits
-in place    FSDP2 adds the gradients of a micro-batch to those of earlier ones as they come. This library keeps both
-            until the backward is over: if it fails, the earlier ones are unchanged
+in place    FSDP1 and FSDP2 add the gradients of a micro-batch to those of earlier ones as they come, sharded ones too.
+            This library keeps both until the backward is over: if it fails, the earlier ones are unchanged
 """
 
 from __future__ import annotations
@@ -63,6 +63,10 @@ class _InPlace(Simulation):
             self._hold(unit)
         self.bytes.clear("gradients", name)
         self.clock.copy(2 * self.bytes.nbytes("held gradients", name))
+
+    def _reduce(self, unit: Unit, record: UnitRecord) -> None:
+        super()._reduce(unit, record)
+        self._add_sums()
 
     def _sum_with_held(self, name: str, sent: UnitMemory, own: float) -> float:
         held = float(sent.held_nbytes)

@@ -40,6 +40,7 @@ import torch.nn.functional as F
 from benchmarks import mpt
 from benchmarks.as_published import hidden_seconds, reserved_nbytes, with_sums_in_place
 from benchmarks.common import facts
+from benchmarks.segments import reserved_by_fsdp1
 from fullshard.migrate.declared import noted_by
 from fullshard.migrate.parallelism import Parallelism
 from fullshard.plan import Plan, Planner, Strategy, find_hardware
@@ -59,12 +60,27 @@ _GIB = float(1 << 30)
 
 
 class Compared(NamedTuple):
-    """A published line, the half that it is in, its plan, and what FSDP2 would reserve, where that was published."""
+    """A published line, the half that it is in, its plan, and what FSDP2 would reserve, where that was published.
+    `by_fsdp1`: what FSDP1 would, if it ran that."""
 
     run: dict[str, Any]
     half: str
     plan: Plan
     reserved: float = 0.0
+    by_fsdp1: float = 0.0
+
+    @property
+    def needs_nbytes(self) -> float:
+        """The bytes of the device that the program needs."""
+        if not self.by_fsdp1:
+            return self.plan.peak_nbytes
+        others = dict(self.plan.terms)
+        return self.by_fsdp1 + others["reserved by the device"] + others.get("communicators", 0.0)
+
+    @property
+    def fits(self) -> bool:
+        """Whether that fits with the hardware's margin."""
+        return self.needs_nbytes * (1 + self.plan.hardware.margin) <= self.plan.budget
 
     @property
     def speed(self) -> float:
@@ -173,7 +189,8 @@ def planner_of(run: dict[str, Any]) -> Planner:
     if key not in _planners:
         part = program_of(model, length // plan.context_parallel_degree)
         if "loss" in run:
-            part = replace(part, loss=partial(_loss_of_own_dtype, held=[] if "held" in run["loss"] else None))
+            casts = None if "own" in run["loss"] else torch.float32
+            part = replace(part, loss=partial(_loss, dtype=casts, held=[] if "held" in run["loss"] else None))
         if run.get("apart"):
             part = replace(part, shard=_with_ends_apart)
         if plan.beyond_data:
@@ -226,12 +243,13 @@ def program_of(model: str, length: int) -> Program:
         return shapes.hugging_face(path, length)
 
 
-def _loss_of_own_dtype(model: Any, batch: Any, *, held: list[Any] | None) -> torch.Tensor:
-    """The loss of logits that nobody casts to float32. `held`: a program's variable, which has them until the next ones
-    come."""
+def _loss(model: Any, batch: Any, *, dtype: torch.dtype | None, held: list[Any] | None) -> torch.Tensor:
+    """The loss of logits in `dtype`; None: in that of the model. `held`: a program's variable, which has them until the
+    next ones come."""
     tokens, targets = batch
     found = model(tokens)
     logits = getattr(found, "logits", found)
+    logits = logits if dtype is None else logits.to(dtype)
     if held is not None:
         held[:] = [logits]
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
@@ -261,9 +279,11 @@ def planned(run: dict[str, Any], half: str) -> Compared:
     plan = planner.estimate(strategy)
     if run.get("in_place") and run["accumulate"] > 1:
         plan = with_sums_in_place(plan)
-    if "reserved_gib" not in run:
+    if "reserved_gib" not in run and "fsdp1" not in run:
         return Compared(run, half, plan)
     model = planner.model(strategy.micro, strategy.computed, recompute=strategy.recompute)
+    if "fsdp1" in run:
+        return Compared(run, half, plan, by_fsdp1=reserved_by_fsdp1(plan, model))
     return Compared(run, half, plan, reserved_nbytes(plan, model))
 
 
@@ -423,7 +443,7 @@ def table(rows: list[Compared]) -> list[str]:
         lines.append(
             f"| {name_of(run)} | {row.half} | {run['tokens_per_second']:,} | {row.speed:,.0f} | {row.error:+.1%} | "
             f"{then} | {stated} | {memory} | {_percent(row.memory_error)} | {memory_then} | "
-            f"{'yes' if row.plan.fits else 'no'} |"
+            f"{'yes' if row.fits else 'no'} |"
         )
     return lines
 
@@ -499,8 +519,8 @@ def failures() -> list[str]:
 def document(rows: list[Compared], *, axes: bool) -> str:
     """The dated document."""
     text = TEXTS.read_text().split("\n---\n")[axes].strip()
-    ran = [row for row in rows if not row.plan.fits]
-    fitting = [row for row in rows if row.plan.fits]
+    ran = [row for row in rows if not row.fits]
+    fitting = [row for row in rows if row.fits]
     if axes:
         parts = [*axis_summary(rows), "", *memory_summary(rows), "", *padded(rows), "", "Not compared:", ""]
         parts += [f"* {each['line']} ({each['source']}): {each['because']}" for each in unasked()]
@@ -512,7 +532,8 @@ def document(rows: list[Compared], *, axes: bool) -> str:
             "",
         ]
         parts += [
-            f"* {name_of(row.run)}: {row.plan.peak_nbytes / 1e9:.1f} of {row.plan.budget / 1e9:.1f} GB" for row in ran
+            f"* {name_of(row.run)}: {row.needs_nbytes / 1e9:.1f} of {row.plan.budget / 1e9:.1f} GB, {row.error:+.1%}"
+            for row in ran
         ]
         parts += ["", "Without them:", "", *summary(fitting), "", *failures()]
     return "\n".join([text, "", *table(rows), "", *summary(rows), "", *parts, ""])

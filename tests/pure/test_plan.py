@@ -700,6 +700,8 @@ def test_a_plan_fits_with_its_margin_and_says_what_is_spare() -> None:
     assert "to spare are less than the margin of 5%" in table(near)
     assert f"fits, with {gigabytes(enough.spare_nbytes)} to spare, margin 5%; error of such plans 15%" in table(enough)
     assert "error of such plans 20%" in table(enough) and "error of" not in table(sure)
+    # What short memory costs no plan counts.
+    assert "\nat most " in table(near) and "error of" not in table(near) and "at most" not in table(enough)
     found = enough.as_json()
     assert found["spare_bytes"] == int(enough.budget - needed) and found["margin_bytes"] == int(0.05 * needed)
     # Reserved memory is more than what is in use, as long as there is room.

@@ -127,7 +127,8 @@ class Shares(NamedTuple):
 # of ten with memory within `memory_error`; of hardware without any, nine of ten of all. B200 has one line and MI300X
 # none (benchmarks/plan_truth_2026-11-28.md).
 _H100, _A100 = Shares(0.54, 0.30, 0.50, time_error=0.15), Shares(0.70, 0.50, 0.90, time_error=0.15)
-_H100_96, _H200 = Shares(0.66, 0.30, 0.58, time_error=0.15), Shares(0.65, 0.30, 0.58, memory_error=0.20)
+_H100_96 = Shares(0.66, 0.30, 0.58, time_error=0.15, memory_error=0.10)
+_H200 = Shares(0.65, 0.30, 0.58, memory_error=0.20)
 _B200, _MI300X = Shares(0.63, 0.50, 0.58), Shares(0.48, 0.30, 0.58)
 
 

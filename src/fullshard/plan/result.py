@@ -248,7 +248,8 @@ def plan_of(
     others: list[Ways] = []
     if strategy.placed.levels is not None:
         if strategy.ways is None:
-            strategy, units = replace(strategy, ways=strategy.placed.fastest(_rates(hardware))), None
+            rates = Rates(hardware.node * hardware.inter_node, hardware.node * hardware.intra_node)
+            strategy, units = replace(strategy, ways=strategy.placed.fastest(rates)), None
         others = [ways for ways in (TWO_LEVELS, ONE_LEVEL) if ways != strategy.ways]
     units = units_of(model, strategy) if units is None else units
     simulated = simulate(units, step, strategy, hardware, model.buffer_nbytes, brief=brief)
@@ -307,12 +308,8 @@ def planned(
     )
 
 
-def _rates(hardware: Hardware) -> Rates:
-    """Returns what the devices of a node send together, by the profile."""
-    return Rates(hardware.node * hardware.inter_node, hardware.node * hardware.intra_node)
-
-
 def _strategy(strategy: Strategy) -> dict[str, Any]:
+    ways = strategy.recompute
     return {
         "ranks": strategy.ranks,
         "hosts": strategy.hosts,
@@ -333,7 +330,7 @@ def _strategy(strategy: Strategy) -> dict[str, Any]:
         "reduce_dtype": strategy.reduce or None,
         "micro_batch": strategy.micro,
         "accumulate": strategy.accumulate,
-        "recompute": _kept(strategy.recompute),
+        "recompute": without_host(ways) if isinstance(ways, str) else [without_host(way) for way in ways],
         "offload_activations": strategy.hosts_activations,
         "offload": strategy.offload,
         "optimizer": strategy.optimizer,
@@ -393,18 +390,16 @@ def table(plan: Plan) -> str:
     """Returns the plan as text."""
     model, found, strategy = plan.model, plan.simulated, plan.strategy
     reduced = f"reduced in {strategy.reduce or 'their own dtype'}"
-    numel = f"{model.undivided_numel or model.numel:,} parameters"
-    if model.undivided_numel:
-        numel += f" ({model.numel:,} of each part)"
+    part = f" ({model.numel:,} of each part)" * (model.undivided_numel > 0)
+    numel = f"{model.undivided_numel or model.numel:,} parameters{part}"
     lines = [
         f"{model.name}: {numel} in {len(plan.units)} units, {strategy.ranks} x {plan.hardware.name}",
         f"{strategy}; {_computed(plan)}, {reduced}; {strategy.optimizer}; {plan.tokens:,.0f} tokens per rank and step",
         "",
     ]
-    line = f"{_verdict(plan)}: peak {gigabytes(plan.peak_nbytes)} of {gigabytes(plan.budget)}, in {found.peak.phase}"
-    if not plan.fits_on_host:
-        line += f"; on the host {gigabytes(plan.host_peak_nbytes)} of {gigabytes(plan.host_budget)}"
-    lines.append(line)
+    host = f"; on the host {gigabytes(plan.host_peak_nbytes)} of {gigabytes(plan.host_budget)}"
+    peak = f"{_verdict(plan)}: peak {gigabytes(plan.peak_nbytes)} of {gigabytes(plan.budget)}, in {found.peak.phase}"
+    lines.append(peak + host * (not plan.fits_on_host))
     lines += [f"  {gigabytes(nbytes):>10}  {name}" for name, nbytes in sorted(plan.terms, key=lambda t: -t[1])]
     if plan.host_terms:
         share = f"of {gigabytes(plan.host_budget)}" if plan.host_budget else "(how much it has is not known)"
@@ -447,14 +442,22 @@ def table(plan: Plan) -> str:
         f"step {duration(found.seconds)}: compute {duration(found.compute)}, waiting for messages "
         f"{duration(found.exposed_seconds)}, for the host {duration(found.host_bound)}, "
         f"optimizer {duration(found.optimizer_seconds)}",
-        f"{plan.tokens_per_second:,.0f} tokens per second and rank, MFU {plan.mfu:.1%}"
-        + f"; error of such plans {plan.hardware.time_error:.0%}" * (plan.hardware.time_error > 0),
+        _speed(plan),
         f"a checkpoint takes about {duration(plan.checkpoints.save)}; best every {duration(plan.checkpoints.daly)} "
         f"(Daly; Young {duration(plan.checkpoints.young)}), with a failure about every "
         f"{duration(plan.checkpoints.between_failures)}",
         "times come from a model of the hardware, not from a run: --assumptions",
     ]
     return "\n".join(lines)
+
+
+def _speed(plan: Plan) -> str:
+    """Says how fast it is, and how sure that is."""
+    said = f"{plan.tokens_per_second:,.0f} tokens per second and rank, MFU {plan.mfu:.1%}"
+    error = plan.hardware.time_error
+    if plan.spare_nbytes < plan.margin_nbytes:
+        return f"at most {said}: short of memory, the allocator gives blocks back and asks again, which is not counted"
+    return said + f"; error of such plans {error:.0%}" * (error > 0)
 
 
 def _verdict(plan: Plan) -> str:
@@ -594,7 +597,3 @@ def _assumed_of_host(plan: Plan) -> list[str]:
         f"copies between host and device move {gigabytes(plan.hardware.host)}/s for each rank, those of activations "
         f"on the stream of compute; what the allocator of page-locked memory rounds up is not counted",
     ]
-
-
-def _kept(ways: str | tuple[str, ...]) -> str | list[str]:
-    return without_host(ways) if isinstance(ways, str) else [without_host(way) for way in ways]

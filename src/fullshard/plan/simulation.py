@@ -412,14 +412,17 @@ class Simulation:
             # Else they were added to those that are there.
             self.bytes.clear("gradients", name)
             self.clock.copy(2 * self.bytes.nbytes("held gradients", name))
+        self._add_sums()
+        self.touched.clear()
+        self.staying.clear()
+
+    def _add_sums(self) -> None:
+        """Gradients of shards are added to those of earlier backwards, of which there are as many bytes."""
         for each in self.units:
-            # Added to those of earlier backwards, of which there were as many bytes.
             reduced = sum(group.sent.reduced_nbytes for group in each.groups if group.sent is not None)
             for there in (self.bytes, self.host):
                 if there.nbytes("gradients of shards", each.shape.title) > reduced:
                     there.set("gradients of shards", each.shape.title, reduced)
-        self.touched.clear()
-        self.staying.clear()
 
     def _hold(self, unit: Unit) -> None:
         """The first gradients of a window, in the reduce dtype: cast one after the other."""
