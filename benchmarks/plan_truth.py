@@ -61,13 +61,14 @@ _GIB = float(1 << 30)
 
 class Compared(NamedTuple):
     """A published line, the half that it is in, its plan, and what FSDP2 would reserve, where that was published.
-    `by_fsdp1`: what FSDP1 would, if it ran that."""
+    `by_fsdp1`: what FSDP1 would, if it ran that. `hidden`: seconds of messages of asynchronous TP."""
 
     run: dict[str, Any]
     half: str
     plan: Plan
     reserved: float = 0.0
     by_fsdp1: float = 0.0
+    hidden: float = 0.0
 
     @property
     def needs_nbytes(self) -> float:
@@ -85,8 +86,7 @@ class Compared(NamedTuple):
     @property
     def speed(self) -> float:
         """Tokens per second of one device."""
-        hidden = hidden_seconds(self.plan) if self.run.get("async_tp") else 0.0
-        return self.plan.tokens_per_second * self.plan.seconds / (self.plan.seconds - hidden)
+        return self.plan.tokens_per_second * self.plan.seconds / (self.plan.seconds - self.hidden)
 
     @property
     def error(self) -> float:
@@ -279,12 +279,17 @@ def planned(run: dict[str, Any], half: str) -> Compared:
     plan = planner.estimate(strategy)
     if run.get("in_place") and run["accumulate"] > 1:
         plan = with_sums_in_place(plan)
-    if "reserved_gib" not in run and "fsdp1" not in run:
+    if not run.keys() & {"reserved_gib", "fsdp1", "async_tp"}:
         return Compared(run, half, plan)
     model = planner.model(strategy.micro, strategy.computed, recompute=strategy.recompute)
-    if "fsdp1" in run:
-        return Compared(run, half, plan, by_fsdp1=reserved_by_fsdp1(plan, model))
-    return Compared(run, half, plan, reserved_nbytes(plan, model))
+    return Compared(
+        run,
+        half,
+        plan,
+        reserved_nbytes(plan, model) if "reserved_gib" in run else 0.0,
+        reserved_by_fsdp1(plan, model) if run.get("fsdp1") else 0.0,
+        hidden_seconds(plan, model) if run.get("async_tp") else 0.0,
+    )
 
 
 def padded(rows: list[Compared]) -> list[str]:
@@ -484,8 +489,8 @@ def axis_summary(rows: list[Compared]) -> list[str]:
         errors = [abs(row.error) for row in rows if key in row.run and not row.run.get("async_tp")]
         if errors:
             lines.append(f"| {name} | {_spread(errors)} |")
-    bounds = [abs(row.error) for row in rows if row.run.get("async_tp")]
-    return [*lines, f"| TP, asynchronous: a bound | {_spread(bounds)} |"] if bounds else lines
+    asynchronous = [abs(row.error) for row in rows if row.run.get("async_tp")]
+    return [*lines, f"| TP, asynchronous | {_spread(asynchronous)} |"] if asynchronous else lines
 
 
 def memory_summary(rows: list[Compared]) -> list[str]:
