@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fullshard import Program, fully_shard, prepare_fully_shard
 from fullshard.plan import Strategy
 from fullshard.plan.description import Kind
 from fullshard.plan.facts import describe
-from fullshard.program import shard_blocks
+from fullshard.program import ProgramError, shard_blocks
 from fullshard.train import shapes
 from tests.harness.corpus import FAMILIES, corpus_model, corpus_program
 from tests.harness.fake import fake_world
@@ -174,9 +176,47 @@ def test_values_of_a_batch_are_known() -> None:
         assert product.a == 2 * rows * 8 * 8
 
 
-def test_values_that_parameters_made_are_not_known() -> None:
-    with pytest.raises(Exception, match="a step on the meta device raised"):
+def test_a_value_that_parameters_made_is_refused_with_its_module() -> None:
+    with pytest.raises(ProgramError) as raised:
         describe(_asking(deep=True), "asks")
+    expected = r"asks: the model \(_Asks, test_plan_corpus.py:\d+\) asks for values that are not known before a run "
+    assert re.match(
+        expected + r"\(_local_scalar_dense\): expected shapes that depend on shapes, .*; compute with",
+        str(raised.value),
+    )
+
+
+class _Routed(nn.Module):
+    """Two of four experts for each row, in a loop over those that any row meets, if all numbers are finite."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(8, 4)
+        self.experts = nn.ModuleDict({f"expert {i}": nn.Linear(8, 8) for i in range(4)})
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, chosen = self.router(x).softmax(-1).topk(2)
+        assert not x.isnan().any() and not self.router.weight.isinf().any()
+        mask = F.one_hot(chosen, 4).permute(2, 1, 0)
+        out = torch.zeros_like(x)
+        for (number,) in (mask.sum((1, 2)) > 0).nonzero():
+            place, rows = torch.where(mask[number])
+            out = out.index_add(0, rows, self.experts[f"expert {number}"](x[rows]) * weights[rows, place, None])
+        # Rows are replaced by a mask of the batch, which backward meets again.
+        kept = torch.arange(len(x), device=x.device) < 6
+        out[kept] = out[kept] * 2
+        return out
+
+
+def test_routers_pick_experts_in_turn() -> None:
+    """Each of four experts gets half of the rows, and the plan says that this is assumed."""
+    program = Program(_Routed, lambda model, x: model(x).square().mean(), lambda index: torch.ones(10, 8))
+    tape = describe(program, "routed").tape
+    products = [line.a for line in tape.lines if line.kind is Kind.OP and line.name == "aten.addmm"]
+    assert products == [2 * 10 * 8 * 4, *[2 * 5 * 8 * 8] * 4]
+    often, finite = sorted(tape.assumed, reverse=True)
+    assert often == "where a step picks some of 4 by values that are not known, each is picked as often"
+    assert finite == "numbers are finite where the step asks for it"
 
 
 # ---- configs ---------------------------------------------------------------------------------------------------------

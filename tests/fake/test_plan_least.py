@@ -57,9 +57,9 @@ class Described:
 
         return describe
 
-    def divide(self, found: Degrees, blocks: int = 0) -> Describe | None:
+    def divide(self, found: Degrees, blocks: int = 0) -> Describe | str:
         tensor, context, experts, pipeline = found
-        return None if tensor * context * experts > 1 or pipeline > 4 else self.by(pipeline, blocks=blocks)
+        return "not here" if tensor * context * experts > 1 or pipeline > 4 else self.by(pipeline, blocks=blocks)
 
 
 def hardware_of(draw: random.Random) -> Hardware:
@@ -172,10 +172,10 @@ def naively(described: Described, hardware: Hardware, budget: float, asked: Stra
     found = []
     for strategy in [asked, *degrees(asked, hardware.node)]:
         describe = described.divide((strategy.tensor, strategy.context, strategy.experts, strategy.pipeline))
-        for each in () if describe is None else candidates(strategy, hardware.node):
+        for each in () if isinstance(describe, str) else candidates(strategy, hardware.node):
             if strategy is not asked and each.replicas > 1:
                 continue
-            assert describe is not None and isinstance(each.recompute, str)
+            assert not isinstance(describe, str) and isinstance(each.recompute, str)
             models = [describe(n, None, "", False, "none") for n in (1, 2)]
             if each.pipeline > 1:
                 one, two = (stage_steps(model, each.recompute) for model in models)

@@ -49,6 +49,12 @@ def test_a_weight_has_the_dtype_of_its_shard_outside_of_its_unit() -> None:
     _expect_counted("half-frozen patches", "bfloat16")
 
 
+@pytest.mark.parametrize("name", ["reentrant", "not reentrant"])
+def test_a_program_that_recomputes_itself(name: str) -> None:
+    """In backward its forward meets the kernels of the first one."""
+    _expect_counted(f"recomputed by itself, {name}")
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_workspace_of_a_long_batch_is_what_onednn_keeps(dtype: torch.dtype) -> None:
     """It has a few parts, each rounded up to a page."""

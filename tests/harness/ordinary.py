@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from tests.harness.planned import Planned
 
@@ -174,6 +175,23 @@ class _Fused(nn.Module):
                 k, v, given["enable_gqa"] = k[:, :2], v[:, :2], True
             x = x + F.scaled_dot_product_attention(q, k, v, **given).transpose(1, 2).flatten(2)
         return x
+
+
+class _Recomputed(_Fused):
+    """Its layers compute their forward again, as a program says itself."""
+
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__("causal")
+        self.reentrant = reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = checkpoint(partial(self.attend, layer), x.requires_grad_(), use_reentrant=self.reentrant)
+        return x
+
+    def attend(self, layer: nn.Module, x: Tensor) -> Tensor:
+        q, k, v = layer(x).unflatten(-1, (3, 4, 16)).permute(2, 0, 3, 1, 4)
+        return x + F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
 
 
 class _Patches(nn.Module):
@@ -357,6 +375,10 @@ ORDINARY: dict[str, Ordinary] = {
     **{
         f"fused attention, {kind}": _of_numbers(partial(_Fused, kind), _layers("layers", 3), 32, 64)
         for kind in ("plain", "mask", "bias", "dropout", "causal", "grouped")
+    },
+    **{
+        f"recomputed by itself, {name}": _of_numbers(partial(_Recomputed, reentrant), _layers("layers", 3), 32, 64)
+        for name, reentrant in (("reentrant", True), ("not reentrant", False))
     },
     "half-frozen patches": _of_numbers(_Patches, ("patches", *_layers("layers", 4)), 3, 32, 32),
     "conv1d, batch norm": _of_numbers(partial(_Convolutions, 1, nn.BatchNorm1d), _BLOCKS, 3, 128),

@@ -167,8 +167,8 @@ def searched(legal: dict[tuple[int, int, int], int], hardware: Hardware, **given
     def described(work: int) -> Describe:
         return lambda samples, *_: model_of(("aten.mm", work), samples=samples)
 
-    def divide(asked: Degrees) -> Describe | None:
-        return described(legal[asked[:3]]) if asked[3] == 1 and asked[:3] in legal else None
+    def divide(asked: Degrees) -> Describe | str:
+        return described(legal[asked[:3]]) if asked[3] == 1 and asked[:3] in legal else f"not legal: {asked}"
 
     planner = Planner(described(1000), hardware, divide=divide, **given)  # type: ignore[arg-type]
     return planner.search(Strategy(4, optimizer="none", compute="float32"))
@@ -184,6 +184,34 @@ def test_the_search_tries_legal_degrees_alone_and_names_them() -> None:
     slower = searched({(2, 1, 1): 1000}, PLAIN)
     assert slower[0].says == "as asked for" or slower[0].plan.strategy.tensor == 1
     assert all(s.plan.fits and s.plan.spare_nbytes >= s.plan.margin_nbytes for s in found)
+
+
+def test_what_the_search_leaves_out_has_a_reason() -> None:
+    """Degrees that the model does not have, that leave no whole number of samples, and that cannot be planned."""
+
+    def described(samples: int, *_: object) -> Model:
+        return model_of(("aten.mm", 100), samples=samples)
+
+    def fails(samples: int, *_: object) -> Model:
+        raise ValueError("a step raised an error: 3\nheads")
+
+    def divide(asked: Degrees) -> Describe | str:
+        return {(2, 1, 1, 1): described, (4, 1, 1, 1): fails}.get(asked, f"found no {asked[1:]}")
+
+    asked = Strategy(12, tensor=2, micro=3, optimizer="none", compute="float32")
+    planner = Planner(described, replace(PLAIN, node=4), divide=divide)
+    assert planner.search(asked)
+    assert planner.left_out.rows() == [
+        ("TP", (1, 3), "the 3 samples of a rank become 3/2 of a new one; take a --batch that 2 divides"),
+        ("TP", (4,), "a step raised an error: 3 heads"),
+        ("CP", (2, 3), "found no (2, 1, 1)"),
+        ("CP", (4,), "context: expected a number that divides the 6 ranks that share the parameters, found 4"),
+        ("EP", (2, 3, 4, 6, 12), "found no (1, 2, 1)"),
+        ("PP", (2, 3, 6), "found no (1, 1, 2)"),
+        ("PP", (4, 12), "tensor: expected a number that divides the 3 ranks, found 2"),
+    ]
+    planner.search(asked, meshes=False)
+    assert not planner.left_out.rows()
 
 
 def test_among_equally_fast_plans_that_with_the_fewest_changes_is_first() -> None:

@@ -16,7 +16,7 @@ from fullshard.plan.search import Change, Degrees, Describe, candidates, degrees
 from fullshard.plan.spans import scaled, steps_of
 from tests.pure.test_plan import PLAIN, _model
 
-Divided = Callable[[Degrees], Describe | None]
+Divided = Callable[[Degrees], Describe | str]
 Found = list[tuple[str, float, float]]
 
 
@@ -30,7 +30,7 @@ def naively(described: Describe, divide: Divided, hardware: Hardware, budget: fl
                 axes = strategy.tensor, strategy.context, strategy.experts, strategy.pipeline
                 describe = described if axes == own else divide(axes)
                 hosted = moved and strategy.tensor == 1
-                if describe is None or hosted != moved:
+                if isinstance(describe, str) or hosted != moved:
                     continue
                 for each in candidates(strategy, hardware.node):
                     if strategy is not asked and each.replicas > 1:
@@ -93,7 +93,10 @@ def _cases(seed: int) -> tuple[Describe, Divided, Hardware, float, Strategy]:
     )
     asked = Strategy(draw.choice([2, 4, 8]), micro=draw.choice([1, 2]), accumulate=draw.choice([1, 2]))
     whole = plan_of(m := described(1, False)(1, None, "", False, ""), steps_of(m), asked, hardware).peak_nbytes
-    divide = {axes: described(share, True) for axes, share in legal.items()}.get
+
+    def divide(axes: Degrees) -> Describe | str:
+        return described(legal[axes], True) if axes in legal else "not legal"
+
     return described(1, False), divide, hardware, whole * draw.choice([0.1, 0.5, 0.9, 1.1, 2, 100]), asked
 
 

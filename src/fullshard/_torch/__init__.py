@@ -100,6 +100,7 @@ from .modules import (
     strided_shard,
     swappable,
     without_torch_functions,
+    written,
 )
 from .storages import collect_garbage, others_with_memory_of
 from .streams import capturing, current_stream_of, is_capturing_elsewhere
@@ -206,4 +207,5 @@ __all__ = [
     "with_tensor_hooks",
     "without_torch_functions",
     "without_transforms",
+    "written",
 ]

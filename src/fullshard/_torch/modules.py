@@ -415,6 +415,14 @@ def is_write(operation: Any) -> bool:
     return bool(operation._schema.is_mutable)
 
 
+def written(operation: Any, args: Any, kwargs: Any) -> Iterator[Tensor]:
+    """Yields the tensors that the operation writes to."""
+    for place, argument in enumerate(operation._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[place] if place < len(args) else kwargs.get(argument.name)
+            yield from (each for each in (value if isinstance(value, list) else [value]) if isinstance(each, Tensor))
+
+
 def overloads(operation: Any) -> Any:
     """The operation without the choice of an overload: `torch.ops.aten.mm`."""
     return operation._overloadpacket

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from fullshard.plan.search import Degrees, Describe
     from fullshard.program import Program
 
-# Plans of a search that are printed, as JSON; a table has fewer.
-_SHOWN = 10
+# Plans of a search that are looked for and printed.
+_SHOWN = 5
 
 _EXAMPLES = """\
 examples:
@@ -96,6 +96,9 @@ def add_command(commands: Any) -> None:
     )
     plan.add_argument("--failures", type=float, metavar="HOURS", help="between two failures of one device")
     plan.add_argument("--search", action="store_true", help="try every combination of the dials, on every mesh")
+    plan.add_argument(
+        "--shown", type=int, metavar="N", help=f"plans that a search looks for and prints (default: {_SHOWN})"
+    )
     plan.add_argument("--explain", metavar="QUESTION", help="answer one question")
     plan.add_argument(
         "--compare", type=Path, metavar="RUN", help="after a run of the trainer: its figures beside the plan's"
@@ -136,6 +139,7 @@ def _run(arguments: argparse.Namespace) -> int:
     from fullshard.plan.repeats import KEPT
     from fullshard.plan.result import FAILURE_HOURS, assumptions, table
     from fullshard.plan.stages import stage_lines, stage_rows
+    from fullshard.program import ProgramError
     from fullshard.train.planned import described_by, table_of, without_old_objects
 
     for name in (
@@ -150,6 +154,7 @@ def _run(arguments: argparse.Namespace) -> int:
         "batch",
         "micro",
         "sequence",
+        "shown",
         "budget",
         "host_budget",
         "failures",
@@ -178,15 +183,20 @@ def _run(arguments: argparse.Namespace) -> int:
                 made[sequence] = programs(sequence)
             sizes: dict[str, Any] = {"samples": samples, "compute": compute, "alone": alone, "keep_float32": keep}
             sizes |= {"on_cpu": hardware.blocking, "recompute": recompute, "alike": alike, "blocks": blocks}
-            return described_by(plan, made[sequence], arguments.source, strategy.ranks, asked.output, **sizes)
+            try:
+                return described_by(plan, made[sequence], arguments.source, strategy.ranks, asked.output, **sizes)
+            except ProgramError as error:
+                if plan is asked.plan:
+                    raise
+                raise ValueError(str(error)) from error  # a search leaves these degrees out
 
         return described
 
     own = strategy.tensor, strategy.context, strategy.experts, strategy.pipeline
 
-    def divide(degrees: Degrees, blocks: int = 0) -> Describe | None:
+    def divide(degrees: Degrees, blocks: int = 0) -> Describe | str:
         found = (asked.programs, asked.plan) if degrees == own else asked.divided(degrees)
-        return None if found is None else describer(*found, blocks)
+        return found if isinstance(found, str) else describer(*found, blocks)
 
     planner = Planner(
         describer(asked.programs, asked.plan),
@@ -209,7 +219,8 @@ def _run(arguments: argparse.Namespace) -> int:
     plan = planner.plan(strategy)
     searched = arguments.search or not plan.fits
     with _progress() as say, without_old_objects():
-        changes = planner.search(strategy, meshes=arguments.search, most=_SHOWN, say=say) if searched else []
+        shown = arguments.shown or _SHOWN
+        changes = planner.search(strategy, meshes=arguments.search, most=shown, say=say) if searched else []
         least = None if plan.fits else planner.least_ranks(strategy)
     for option, path, text in (("--svg", arguments.svg, svg), ("--html", arguments.html, page)):
         if path is not None:
@@ -229,6 +240,7 @@ def _run(arguments: argparse.Namespace) -> int:
             }
             for change in changes
         ]
+        found["left_out"] = [left._asdict() for left in planner.left_out.rows()]
         found["least_ranks"] = None if least is None else least.strategy.ranks
         print(json.dumps(found))
         return 0 if plan.fits else 1
@@ -242,6 +254,8 @@ def _run(arguments: argparse.Namespace) -> int:
         print("\n".join(ranked(changes)))
     elif searched:
         print("\nnothing that was tried fits: use more ranks, a smaller model or shorter sequences")
+    if left := planner.left_out.lines():
+        print("\n" + "\n".join(["left out of the search", *left]))
     if not plan.fits:
         print(f"\n{_fewest(least)}")
     if arguments.assumptions:
@@ -331,13 +345,15 @@ class _Asked:
         with torch.device("meta"):
             return self.whole(self.length).model()
 
-    def divided(self, degrees: Degrees) -> tuple[Callable[[int | None], Program], Parallelism] | None:
-        """The programs with other degrees, without replicas; None where the model or the ranks do not allow these."""
+    def divided(self, degrees: Degrees) -> tuple[Callable[[int | None], Program], Parallelism] | str:
+        """The programs with other degrees, without replicas, or why the model or the ranks do not allow these."""
         from fullshard.migrate.declared import broken_rules
 
         tensor, context, experts, pipeline = degrees
-        if self.whole is None or (self.has_own_length and context > 1):
-            return None
+        if self.whole is None:
+            return "the program divides its model itself (`parallelize`), and says no other way"
+        if self.has_own_length and context > 1:
+            return "batches of the program have a length of their own"
         cuts = tensor > 1
         if pipeline > 1 and (pipeline == self.plan.pipeline_parallel_degree or self.plan.pipeline_parallel_degree > 1):
             pipelines: dict[str, Any] = {"pipeline_parallel_degree": pipeline, "module_fqns_per_model_part": ()}
@@ -359,9 +375,10 @@ class _Asked:
         )
         program = self.whole(self.length)
         if pipeline > 1 and program.loss_fn is None:
-            return None
-        if broken_rules(self._model, plan, self.strategy.ranks, sequence=_length_of(program))[0]:
-            return None
+            return "expected Program(loss_fn=...), which the last stage of a pipeline calls, found none"
+        broken, _ = broken_rules(self._model, plan, self.strategy.ranks, sequence=_length_of(program))
+        if broken:
+            return broken[0]
         return _divided(self.whole, plan, self.strategy.ranks, self.length)[0], plan
 
 

@@ -150,6 +150,8 @@ class Tape:
     brought: tuple[tuple[str, int], ...] = ()
     # The unit of each of these.
     brought_in: tuple[int, ...] = ()
+    # Says what was assumed of values.
+    assumed: tuple[str, ...] = ()
 
 
 class Few(NamedTuple):

@@ -24,7 +24,7 @@ from .machine import Hardware
 from .recomputation import NONE, is_matmul, is_on_host, recorded_on_host
 from .repeats import KEPT, WORTH, as_stage, pipeline_model
 from .tape import META, record, tensors_in
-from .values import MOST_NUMEL
+from .values import MOST_NUMEL, UnknownValueError
 
 
 class _Call(NamedTuple):
@@ -242,6 +242,8 @@ def _describe(
         reached = {dotted for dotted, p in model.named_parameters() if p.grad is not None}
     except ProgramError:
         raise
+    except UnknownValueError as error:
+        raise ProgramError(f"{name}: {error}") from error
     except Exception as error:
         raise ProgramError(f"{name}: a step on the meta device raised {_line(error)}") from error
     samples_there, tokens = _sizes(batch)

@@ -33,11 +33,19 @@ class Kernels(TorchFunctionMode):
         if func is F.multi_head_attention_forward:
             with self:  # attention and dropout are in it
                 return asked_once(func)(*args, **(kwargs or {}))
+        if func in _BACKWARDS:
+            with self:  # it may compute forwards again
+                return asked_once(func)(*args, **(kwargs or {}))
+        if func is Tensor.__format__ and args[0].is_meta and not args[0].ndim:
+            return format(args[0].item(), *args[1:])  # a number of experts, in a name
         if self._on_cpu and func in recurrent.FUNCTIONS:
             return recurrent.on_cpu(func, args)
         if func is Tensor.__getitem__:
             args = (args[0], _with_numbers(args[1]))
         return func(*args, **(kwargs or {}))
+
+
+_BACKWARDS = (Tensor.backward, torch.autograd.backward, torch.autograd.grad)
 
 
 def _with_numbers(index: Any) -> Any:

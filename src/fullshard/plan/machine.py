@@ -18,6 +18,9 @@ from math import ceil, isfinite, log2
 from pathlib import Path
 from typing import NamedTuple
 
+# NCCL's documented defaults, as in `observe/expected.py`: bytes of a channel's buffer, channels of a communicator.
+COMMUNICATOR_NBYTES = (4 << 20) * 32
+
 
 @dataclass(frozen=True)
 class Hardware:
@@ -70,6 +73,11 @@ class Hardware:
     def peak_flops(self, itemsize: int) -> float:
         """Operations per second at most."""
         return self.flops2 if itemsize <= 2 else self.flops4
+
+    def communicators_nbytes(self, *axes: int) -> int:
+        """Bytes of the communicators of a rank, one for each of the axes that has several ranks, and that of all."""
+        there = sum(ranks > 1 for ranks in axes)
+        return (there + 1) * COMMUNICATOR_NBYTES if there and self.backend == "nccl" else 0
 
     def collective(self, kind: str, ranks: int, stride: int, nbytes: float) -> float:
         """Seconds of a collective of `ranks` devices, each `stride` ranks apart. `nbytes`: of the whole message, of

@@ -223,13 +223,15 @@ def _frees_nothing(planner: Planner, asked: Strategy) -> Answer:
 
 def _cheapest(planner: Planner, asked: Strategy) -> Answer:
     changes = planner.search(asked, most=5)
-    return ranked(changes) if changes else ["  nothing that was tried fits: use more ranks, or shorter sequences"]
+    left = planner.left_out.lines()
+    found = ranked(changes) if changes else ["  nothing that was tried fits: use more ranks, or shorter sequences"]
+    return [*found, *(["left out of the search", *left] if left else [])]
 
 
-def ranked(changes: Sequence[Change], shown: int = 5) -> Answer:
-    """The first of the changes, one in a line."""
-    width = max((len(change.says) for change in changes[:shown]), default=0)
-    return [_row(change.says, change.plan, width) for change in changes[:shown]]
+def ranked(changes: Sequence[Change]) -> Answer:
+    """The changes, one in a line."""
+    width = max((len(change.says) for change in changes), default=0)
+    return [_row(change.says, change.plan, width) for change in changes]
 
 
 # Name -> (the question, what answers it); in the order of pytorch#125323.

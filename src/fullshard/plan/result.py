@@ -10,15 +10,13 @@ from ..layout import ONE_LEVEL, TWO_LEVELS, Rates, Ways, itemsize
 from .account import KINDS, Simulated
 from .checkpoints import Checkpoints, checkpoints_of
 from .description import OUTSIDE, Model, Sent
-from .machine import Hardware
+from .machine import COMMUNICATOR_NBYTES, Hardware
 from .padding import Padding, padding_of
 from .recomputation import without_host
 from .simulation import simulate
 from .spans import Step
 from .strategy import OPTIMIZERS, Strategy, Unit, units_of
 
-# NCCL's documented defaults, as in `observe/expected.py`: bytes of a channel's buffer, channels of a communicator.
-COMMUNICATOR_NBYTES = (4 << 20) * 32
 # 419 unexpected interruptions in 54 days on 16,384 devices (Llama 3).
 FAILURE_HOURS = 54 * 24 * 16384 / 419
 
@@ -281,14 +279,12 @@ def planned(
     """The plan of a rank whose step was simulated."""
     budget, host_budget, failure_hours = limits
     by_kind = list(zip(KINDS, simulated.peak.nbytes, strict=True))
-    axes = [strategy.shard, strategy.replicas, max(unit.part for unit in units), strategy.tensor, strategy.context]
-    axes += [strategy.experts, max((p.shards for unit in units for p in unit.shape.parameters), default=0)]
-    axes.append(strategy.pipeline)
-    communicators = sum(ranks > 1 for ranks in axes) + 1 if hardware.backend == "nccl" and strategy.ranks > 1 else 0
+    blocks = max(unit.part for unit in units)
+    experts = max((p.shards for unit in units for p in unit.shape.parameters), default=0)
     counted = simulated.peak.total
     terms = [
         *by_kind,
-        ("communicators", communicators * COMMUNICATOR_NBYTES),
+        ("communicators", hardware.communicators_nbytes(*strategy.axes, blocks, experts)),
         ("reserved by the device", hardware.reserved),
         ("allowance for fragmentation", hardware.fragmentation * counted),
     ]
@@ -536,6 +532,7 @@ def assumptions(plan: Plan) -> tuple[str, ...]:
         "figures of another micro-batch in a search are linear in its size",
         *_assumed_of_optimizer(plan.strategy),
         *_assumed_of_state(plan.model),
+        *plan.model.tape.assumed,
         *_assumed_of_host(plan),
     )
 

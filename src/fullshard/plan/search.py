@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 from .clock import Clock
 from .description import Model
 from .least import Least, floor_of, least_of
+from .left_out import AXES, LeftOut, degrees_of
 from .machine import Hardware
 from .padding import padding_of
 from .pipeline import StageStep, Table
@@ -33,8 +34,8 @@ from .strategy import Strategy, Unit, units_of
 
 # Ranks along `tp`, along `cp`, over which experts are divided, and of a pipeline.
 Degrees = tuple[int, int, int, int]
-# (degrees) -> the model as data of one of them, None where the model or the ranks do not allow these
-Divide = Callable[[Degrees], Describe | None]
+# (degrees) -> the model as data of one of them, or why the model or the ranks do not allow these
+Divide = Callable[[Degrees], Describe | str]
 
 
 @dataclass(frozen=True)
@@ -71,18 +72,17 @@ class Planner:
         self.describe = describe
         self.divide, self.short = divide, short
         self.hardware = hardware
-        self.budget = hardware.memory if budget is None else budget
-        self.host_budget = hardware.host_memory if host_budget is None else host_budget
+        hosted = hardware.host_memory if host_budget is None else host_budget
+        self._limits = Limited(hardware.memory if budget is None else budget, hosted, failure_hours)
         self.sequence = sequence
-        self.failure_hours = failure_hours
-        self.sizes = Sizes(
-            describe, sequence, None if short is None else short(degrees), proof or self._undivided(degrees)
-        )
+        self.sizes = Sizes(describe, sequence, _of_few(short, degrees), proof or self._undivided(degrees))
         self._stage_steps: dict[tuple[object, ...], Steps] = {}
         self._stage_units: dict[Strategy, list[tuple[Unit, ...]]] = {}
         self._units: dict[Strategy, tuple[Unit, ...]] = {}
         self._curable: dict[tuple[int, str], bool] = {}
         self._seconds: dict[tuple[object, ...], float] = {}
+        # Has what the last search left out.
+        self.left_out = LeftOut()
 
     def model(
         self, samples: int, compute: str, *, sequence: int | None = None, alone: bool = False, recompute: Ways = NONE
@@ -97,7 +97,7 @@ class Planner:
         if model.stages:
             return self._pipeline(model, self._steps_of(model, strategy), strategy)
         step = steps_of(model, ways, compiled_loss=strategy.compiled_loss)
-        return plan_of(model, step, self._here(strategy), self.hardware, **self._limits)
+        return plan_of(model, step, self._here(strategy), self.hardware, **self._limits._asdict())
 
     def estimate(self, strategy: Strategy) -> Plan:
         """The same from the model at one and two samples. It has no commands, and of its moments the peak alone."""
@@ -107,15 +107,17 @@ class Planner:
             return self._pipeline(model, steps, strategy, units=units, brief=True)
         model, step = self._at(strategy)
         here = self._here(strategy)
-        return plan_of(model, step, here, self.hardware, **self._limits, units=self._units_of(here), brief=True)
+        return plan_of(
+            model, step, here, self.hardware, **self._limits._asdict(), units=self._units_of(here), brief=True
+        )
 
     def _undivided(self, degrees: Degrees) -> Sizes | None:
         """Returns where it is found whether the blocks of the stages of a pipeline are alike: the model without one."""
         whole: Degrees = (*degrees[:3], 1)
         if degrees[3] == 1 or self.divide is None or self.short is None:
             return None
-        described, short = self.divide(whole), self.short(whole)
-        return None if described is None else Sizes(described, self.sequence, short, None)
+        described = self.divide(whole)
+        return None if isinstance(described, str) else Sizes(described, self.sequence, _of_few(self.short, whole), None)
 
     def _staged(self, strategy: Strategy) -> tuple[Model, Steps]:
         """The model of a pipeline at one sample, and the steps of its stages at the micro-batch of the strategy."""
@@ -130,9 +132,8 @@ class Planner:
 
     def _pipeline(self, model: Model, steps: Steps, strategy: Strategy, **given: Any) -> Plan:
         assert self.table is not None
-        limits = Limited(self.budget, self.host_budget, self.failure_hours)
         here = self._here(strategy)
-        return pipeline_plan(model, steps, self.table(strategy), here, self.hardware, limits, **given)
+        return pipeline_plan(model, steps, self.table(strategy), here, self.hardware, self._limits, **given)
 
     def _units_of_stages(self, model: Model, strategy: Strategy) -> list[tuple[Unit, ...]]:
         """The units of each stage, once for strategies with the same layouts."""
@@ -144,14 +145,14 @@ class Planner:
     def floor(self, strategy: Strategy) -> Least:
         """No more than the least that a pipeline takes and holds. Raises `ValueError` where it cannot be planned."""
         here, stages = self._on_ranks(strategy)
-        return self._with_margin(floor_of(stages, here, self.hardware))
+        return self._with_margin(floor_of(stages, here, self.hardware), here)
 
     def least(self, strategy: Strategy) -> Least:
         """The least that a pipeline takes and holds. Raises `ValueError` where it cannot be planned."""
         assert self.table is not None
         table = self.table(strategy)
         here, stages = self._on_ranks(strategy)
-        return self._with_margin(least_of(stages, table, here, self.hardware))
+        return self._with_margin(least_of(stages, table, here, self.hardware), here)
 
     def _on_ranks(self, strategy: Strategy) -> tuple[Strategy, list[StageStep]]:
         here = self._here(strategy)
@@ -159,16 +160,18 @@ class Planner:
         check_pipeline(model, here, self.hardware)
         return here, steps_on_ranks(model, steps, here, self._units_of_stages(model, here))
 
-    def _with_margin(self, found: Least) -> Least:
+    def _with_margin(self, found: Least, strategy: Strategy) -> Least:
         device = self.hardware.reserved + found.device * (1 + self.hardware.fragmentation)
+        device += self.hardware.communicators_nbytes(*strategy.axes)
         return found._replace(device=device * (1 + self.hardware.margin))
 
     def _may_fit(self, device: float, host: float) -> bool:
-        return device <= self.budget and not 0 < self.host_budget < host
+        return device <= self.budget and not 0 < (self._limits.host_budget or 0.0) < host
 
     @property
-    def _limits(self) -> dict[str, Any]:
-        return {"budget": self.budget, "host_budget": self.host_budget, "failure_hours": self.failure_hours}
+    def budget(self) -> float:
+        """Returns the bytes of a device."""
+        return float(self._limits.budget or 0.0)
 
     def _at(self, strategy: Strategy) -> tuple[Model, Step]:
         ways, compiled_loss = self._ways(strategy), strategy.compiled_loss
@@ -202,11 +205,13 @@ class Planner:
         """Returns what fits, fastest first, `most` of it or all; of plans within one percent of each other, that with
         the fewest changes. Samples of a step stay the same. The host is used only if nothing fits without it: first for
         activations, then for shards and state, then for both. `meshes`: on every mesh, and not on three alone
-        (`candidates`); and with other degrees (`degrees`), one axis at a time. `say` gets lines about the progress."""
+        (`candidates`); and with other degrees (`degrees`), one axis at a time. `left_out` has those that are not legal
+        or cannot be planned; `say` gets lines about the progress."""
         device = not self.hardware.blocking
         hosts = device and not asked.hosts_activations
         offloads = (False, True) if device and not asked.offload else (asked.offload,)
         planners: list[tuple[Planner, Strategy]] = [(self, asked)]
+        self.left_out = LeftOut()
         if meshes:
             planners += self._divided(asked)
         for offload, moved in product(offloads, (False, True)[: 1 + hosts]):
@@ -220,19 +225,31 @@ class Planner:
                 tried = candidates(strategy, self.hardware.node, meshes=meshes)
                 if strategy is not asked:
                     tried = (each for each in tried if each.replicas == 1)
-                bounds += planner._bounds(tried, offload, hosted)
-            if found := _fastest(asked, bounds, most, say):
+                try:
+                    bounds += planner._bounds(tried, offload, hosted)
+                except ValueError as error:
+                    if planner is self:
+                        raise
+                    self.left_out.note(asked, strategy, str(error))
+            found = _fastest(asked, bounds, most, say)
+            for planner, strategy in planners:
+                if planner is not self and (why := planner.left_out.why):
+                    self.left_out.note(asked, strategy, why)
+            if found:
                 return found
         return []
 
     def _divided(self, asked: Strategy) -> Iterator[tuple[Planner, Strategy]]:
         """Yields what was asked for with another degree of one axis, and as many samples of all ranks; with a planner
         of a model divided so."""
-        for strategy in degrees(asked, self.hardware.node) if self.divide is not None else ():
+        leave = self.left_out.leave
+        for strategy in degrees(asked, self.hardware.node, leave) if self.divide is not None else ():
             assert self.divide is not None
-            axes = (strategy.tensor, strategy.context, strategy.experts, strategy.pipeline)
+            axes = degrees_of(strategy)
             described = self.divide(axes)
-            if described is not None:
+            if isinstance(described, str):
+                self.left_out.note(asked, strategy, described)
+            else:
                 shared: dict[str, Any] = {
                     "sequence": self.sequence,
                     "short": self.short,
@@ -240,7 +257,7 @@ class Planner:
                     "proof": self.sizes.proof,
                     "table": self.table,
                 }
-                yield Planner(described, self.hardware, **shared, **self._limits), strategy
+                yield Planner(described, self.hardware, **shared, **self._limits._asdict()), strategy
 
     def _bounds(self, tried: Iterable[Strategy], offload: bool, hosted: bool) -> Iterator[_Bound]:
         """Yields what may fit, and with another placement what that saves padding of."""
@@ -261,11 +278,18 @@ class Planner:
 
     def _bound(self, strategy: Strategy, least: Callable[[Strategy], Least]) -> _Bound | None:
         """A pipeline, if it may fit."""
+        closer, tried = least == self.least, self.left_out
+        tried.undecided -= closer
         try:
             found = least(strategy)
-        except ValueError:
-            return None  # micro-batches that the schedule does not take, stages that cannot be planned
-        return _Bound(found.seconds, strategy, self) if self._may_fit(found.device, found.host) else None
+        except ValueError as error:
+            # Micro-batches that the schedule does not take, stages that cannot be planned.
+            tried.refused = tried.refused or str(error)
+            return None
+        fits = self._may_fit(found.device, found.host)
+        tried.is_planned = tried.is_planned or not fits or closer
+        tried.undecided += fits and not closer
+        return _Bound(found.seconds, strategy, self) if fits else None
 
     def _is_curable(self, strategy: Strategy) -> bool:
         """Whether another placement saves padding."""
@@ -311,7 +335,7 @@ class Planner:
         alone = replace(asked, ranks=together, reshard=bool(asked.reshard), hosts=1)
         (device, host), budget = self.least_nbytes(alone), self.budget
         if asked.offload:
-            device, budget = host, self.host_budget or float("inf")
+            device, budget = host, self._limits.host_budget or float("inf")
             return max(ceil(device / budget), 1)
         rests = float(sum(g.memory.shard_nbytes + g.state_nbytes for u in self._units_of(alone) for g in u.groups))
         rests *= (1 + self.hardware.fragmentation) * (1 + self.hardware.margin)
@@ -327,6 +351,7 @@ class Planner:
         counted = model.buffer_nbytes + step.batch_nbytes + max(span.peak for span in step.spans)
         counted += 0.0 if strategy.offload else at_rest
         device = self.hardware.reserved + counted * (1 + self.hardware.fragmentation)
+        device += self.hardware.communicators_nbytes(*strategy.axes)
         # Sums of many bytes are rounded.
         return device * (1 + self.hardware.margin) * (1 - 1e-9), at_rest * strategy.offload
 
@@ -346,6 +371,12 @@ class Planner:
                 clock.alone(message, *strategy.group(message.axis)) for span in step.spans for message in span.messages
             )
         return self._seconds[key] * strategy.accumulate * (1 - 1e-9)
+
+
+def _of_few(short: Divide | None, degrees: Degrees) -> Describe | None:
+    """The model of these degrees with a few of its blocks; None if there is none."""
+    found = None if short is None else short(degrees)
+    return None if isinstance(found, str) else found
 
 
 class _Bound(NamedTuple):
@@ -383,8 +414,8 @@ def _fastest(asked: Strategy, bounds: list[_Bound], most: int | None, say: Calla
 
 
 def _axes(strategy: Strategy) -> str:
-    names = (("TP", strategy.tensor), ("CP", strategy.context), ("EP", strategy.experts), ("PP", strategy.pipeline))
-    return ", ".join(f"{name} {degree}" for name, degree in names if degree > 1) or "data parallelism"
+    there = zip(AXES, degrees_of(strategy), strict=True)
+    return ", ".join(f"{name} {degree}" for name, degree in there if degree > 1) or "data parallelism"
 
 
 def candidates(asked: Strategy, node: int, *, meshes: bool = True) -> Iterator[Strategy]:
@@ -418,15 +449,17 @@ def candidates(asked: Strategy, node: int, *, meshes: bool = True) -> Iterator[S
             )
 
 
-def degrees(asked: Strategy, node: int) -> Iterator[Strategy]:
-    """`asked` with another degree of one axis, inside of a node, and as many samples of a step of all ranks; none where
-    these cannot be divided so.
+def degrees(
+    asked: Strategy, node: int, leave: Callable[[str, int, str], None] = lambda axis, degree, why: None
+) -> Iterator[Strategy]:
+    """`asked` with another degree of one axis, inside of a node, and as many samples of a step of all ranks. `leave`
+    gets those of which there is none, and why.
 
     >>> [(s.tensor, s.micro, s.accumulate) for s in degrees(Strategy(8, micro=2), 4) if s.tensor > 1]
     [(2, 2, 2), (4, 2, 4)]
     """
     samples = asked.micro * asked.accumulate
-    own = asked.tensor, asked.context, asked.experts, asked.pipeline
+    own = degrees_of(asked)
     for place, most in enumerate((node, node, asked.ranks, asked.ranks)):
         for degree in (n for n in range(1, most + 1) if asked.ranks % n == 0 and n != own[place]):
             changed = [*own]
@@ -435,6 +468,8 @@ def degrees(asked: Strategy, node: int) -> Iterator[Strategy]:
             alike = asked.tensor * asked.context * asked.pipeline
             every, left = divmod(samples * tensor * context * pipeline, alike)
             if left:
+                problem = f"the {samples} samples of a rank become {samples * degree}/{own[place]} of a new one"
+                leave(AXES[place], degree, f"{problem}; take a --batch that {own[place]} divides")
                 continue
             micro = gcd(asked.micro, every)
             dials: dict[str, Any] = {"tensor": tensor, "context": context, "experts": experts, "pipeline": pipeline}
@@ -445,8 +480,8 @@ def degrees(asked: Strategy, node: int) -> Iterator[Strategy]:
                 dials["reshard"] = bool(asked.reshard)
             try:
                 yield replace(asked, replicas=1, micro=micro, accumulate=every // micro, **dials)
-            except ValueError:
-                continue  # it does not divide the ranks
+            except ValueError as error:
+                leave(AXES[place], degree, str(error))
 
 
 def ranked_by_time(changes: list[Change]) -> list[Change]:

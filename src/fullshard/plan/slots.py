@@ -1,5 +1,5 @@
-"""Places of parameters on modules: a program finds the full one there in the forward of its unit, else the shard, whose
-dtype may differ."""
+"""Places of parameters on modules: a program finds the full one there in the forward and backward of its unit, else the
+shard, whose dtype may differ."""
 
 from __future__ import annotations
 

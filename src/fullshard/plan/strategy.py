@@ -158,6 +158,11 @@ class Strategy:
         """How many ranks share the parameters."""
         return self.ranks // self.pipeline // self.tensor // self.replicas
 
+    @property
+    def axes(self) -> tuple[int, ...]:
+        """Ranks along each axis that has messages of its own."""
+        return self.shard, self.replicas, self.tensor, self.context, self.experts, self.pipeline
+
     def stride(self, shards: int) -> int:
         """How far apart the ranks are of which `shards` share a parameter: those along `tp`, or with other experts, are
         between them.

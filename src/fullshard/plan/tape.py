@@ -32,11 +32,12 @@ from .._torch import (
 from ..program import Program
 from . import recurrent
 from .description import MESSAGE, OUTSIDE, Kind, Line, Tape
+from .ends import with_ends, with_gradients
 from .graph_hooks import GraphHooks
 from .kernels import Kernels, grouped, operations
 from .recomputation import FROM_HOST, TO_HOST
 from .slots import Slot, show, slots_of
-from .values import Values, picked
+from .values import Values, needs_value, picked, unknown
 
 META = torch.device("meta")
 _OWN_MEMORY = (Tensor, nn.Parameter)
@@ -74,12 +75,15 @@ def record(
         recorder = (_DividedRecorder if divided else _Recorder)([*_plain(model.parameters())], others)
         for tensor, value in known:
             recorder.results.values.set(tensor, value)
+        recorder.results.values.names = {id(module): dotted for dotted, module in model.named_modules()}
         # Attention over a part of a sequence calls attention over what it has, by these kernels.
         slots = slots_of(model, unit_of, shards)
         kernels, forwards = Kernels(on_cpu), _wrapped(model, place, recorder, compute, on_host, slots)
         with kernels, loss_context(), forwards, recorder, _noting(recorder):
             loss: Any = program.loss(model, batch)
             recorder.write(Line(Kind.LOSS, OUTSIDE))
+            # A program that computes a unit's forward again in backward meets the parameters that backward gathered.
+            show([slot for each in slots.values() for slot in each], full=True)
             recorder.backward = True
             if callable(loss):
                 loss(recorder.received, lambda: recorder.write(Line(Kind.WEIGHTS, OUTSIDE)))
@@ -109,7 +113,7 @@ def _tape(recorder: _Recorder, model: nn.Module, batch: Any, unit_of: dict[int, 
     nbytes = sum(t.nbytes for t in tensors_in([batch]))
     brought = [(unit_of.get(id(p), 0), found) for p in model.parameters() if (found := _brought(p)) is not None]
     return Tape(
-        _with_gradients(_with_ends(lines), gradients),
+        with_gradients(with_ends(lines), gradients),
         gradients,
         tuple(frozenset(found) for found in recorder.inputs),
         tuple(frozenset(found) for found in recorder.outputs),
@@ -118,6 +122,7 @@ def _tape(recorder: _Recorder, model: nn.Module, batch: Any, unit_of: dict[int, 
         {recorder.number(tensor): tensor.untyped_storage().nbytes() for tensor in others},
         tuple(found for _, found in brought),
         tuple(unit for unit, _ in brought),
+        tuple(recorder.results.values.assumed),
     )
 
 
@@ -283,6 +288,8 @@ class _Recorder(TorchDispatchMode):
         args = picked(self.results.values, func, args)
         if operation_name(func) == "aten._local_scalar_dense" and known is not None:
             return known
+        if known is None and inputs and inputs[0].is_meta and needs_value(func, args):
+            raise unknown(func, self.results.values.names)
         result = self.results.of(func, args, kwargs or {}, given, known)
         made = [t for t in tensors_in([result]) if storage_key(t.untyped_storage()) not in given]
         writes = is_write(func)
@@ -299,7 +306,7 @@ class _Recorder(TorchDispatchMode):
         # What comes is there before the operation's inputs can go.
         for tensor in made:
             self._born(tensor.untyped_storage(), use)
-        self.results.values.keep(func, inputs, made, known)
+        self.results.values.keep(func, args, kwargs or {}, inputs, made, known)
         self.write(Line(Kind.OP, use, flop, moved, name))
         self._ran += 1
         return result
@@ -505,75 +512,6 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
     if type(value) in (tuple, list):
         return type(value)(_cast(item, dtype) for item in value)
     return value
-
-
-def _with_ends(lines: list[Line]) -> list[Line]:
-    """Each backward begins once, and ends after its last operation: a BACKWARD_END for each use."""
-    begun: set[int] = set()
-    last: dict[int, int] = {}
-    once: list[Line] = []
-    parents = _parents(lines)
-    in_backward = False
-    for line in lines:
-        in_backward = in_backward or line.kind is Kind.LOSS
-        if line.kind is Kind.REACHED and line.use not in begun:
-            line = line._replace(kind=Kind.BACKWARD)
-        if line.kind is Kind.BACKWARD:
-            if line.use in begun:
-                continue
-            begun.add(line.use)
-        once.append(line)
-        use: int | None = line.use
-        while in_backward and use is not None and use in begun:
-            last[use] = len(once) - 1
-            use = parents.get(use)
-    ends: dict[int, list[int]] = {}
-    for use, position in last.items():
-        ends.setdefault(position, []).append(use)
-    out: list[Line] = []
-    for position, line in enumerate(once):
-        out.append(line)
-        out += [Line(Kind.BACKWARD_END, use) for use in sorted(ends.get(position, ()), reverse=True)]
-    return out
-
-
-def _parents(lines: list[Line]) -> dict[int, int]:
-    """Returns for each use the one around it."""
-    found: dict[int, int] = {}
-    open_: list[int] = []
-    for line in lines:
-        if line.kind is Kind.ENTER:
-            if open_:
-                found[line.use] = open_[-1]
-            open_.append(line.use)
-        elif line.kind is Kind.EXIT:
-            open_.remove(line.use)
-    return found
-
-
-def _with_gradients(lines: list[Line], gradients: dict[int, int]) -> tuple[Line, ...]:
-    """A line after the operation that made the last gradient of a unit."""
-    last: dict[int, int] = {}
-    for position, line in enumerate(lines):
-        if line.kind is Kind.ALLOCATE and line.a in gradients:
-            last[gradients[line.a]] = position
-    ready = {position: unit for unit, position in last.items()}
-    out: list[Line] = []
-    due: int | None = None
-    ran = False
-    for position, line in enumerate(lines):
-        # Autograd lets go of what an operation's node saved before it accumulates what it made.
-        if due is not None and ran and line.kind is not Kind.FREE:
-            out.append(Line(Kind.GRADS_READY, OUTSIDE, due))
-            due = None
-        out.append(line)
-        if position in ready:
-            due, ran = ready[position], False
-        elif line.kind is Kind.OP:
-            ran = True
-    if due is not None:
-        out.append(Line(Kind.GRADS_READY, OUTSIDE, due))
-    return tuple(out)
 
 
 def _message_nbytes(name: str, given: Any, made: list[Tensor]) -> int:
