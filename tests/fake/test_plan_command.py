@@ -383,7 +383,7 @@ def test_any_number_of_ranks_and_no_group() -> None:
         (["nowhere"], "expected a .toml, a config.json, module:function, or one of llama-2-7b"),
         (["nowhere:program"], "found no module nowhere"),
         ([f"{__name__}:nothing"], "has no nothing"),
-        ([f"{__name__}:needs_values"], "a step on the meta device raised"),
+        ([f"{__name__}:needs_values"], "asks for values that are not known before a run"),
         ([f"{__name__}:cannot_be_built"], "cannot be built on the meta device: RuntimeError: no such file"),
         (["nowhere.toml"], "cannot read the config file"),
         (["nowhere.json"], "cannot read it"),
