@@ -22,8 +22,6 @@ class ObjectFolder(Folder):
         self._sizes: dict[str, int] = {}
         self._listed = False
         self._lock = threading.Lock()
-        # Locks by name, held while a size is asked for: one request for several threads that read the object.
-        self._asking: dict[str, threading.Lock] = {}
 
     def sub(self, name: str) -> ObjectFolder:
         return ObjectFolder(f"{self.path}/{self._checked(name)}")
@@ -51,9 +49,8 @@ class ObjectFolder(Folder):
 
     def reading(self, name: str) -> ObjectFile:
         self._checked(name)
-        with self._asking.setdefault(name, threading.Lock()):
-            if name not in self._sizes:
-                self._sizes[name] = self.store.size(name)
+        if name not in self._sizes:
+            self._sizes[name] = self.store.size(name)
         return ObjectFile(self, name, self._sizes[name])
 
     def writing(self, name: str) -> ObjectWriter:

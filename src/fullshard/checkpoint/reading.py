@@ -70,7 +70,7 @@ class CheckpointReader:
         self._tables: dict[int, Table | OldTable] = {}
         self._tables_nbytes = 0
         self._lock = threading.Lock()
-        # Locks by file, held while it is checked: once for all threads that read parts of it.
+        # Locks by file, held while it is opened first and checked: once for all threads that read parts of it.
         self._checking: dict[int, threading.Lock] = {}
 
     def __enter__(self) -> CheckpointReader:
