@@ -186,6 +186,27 @@ def test_a_value_that_parameters_made_is_refused_with_its_module() -> None:
     )
 
 
+def test_autocast_and_scalars_are_refused() -> None:
+    """A plan counted no casts, and planned what `fully_shard` refuses."""
+
+    def loss(model: nn.Module, batch: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return model(batch).sum()  # type: ignore[no-any-return]
+
+    program = Program(lambda: nn.Linear(4, 4), loss, lambda index: torch.zeros(2, 4))
+    with pytest.raises(ProgramError, match="torch.autocast: expected casts by the precision of units"):
+        describe(program, "casts")
+
+    def scaled() -> nn.Module:
+        model = nn.Linear(4, 4)
+        model.scale = nn.Parameter(torch.ones(()))
+        return model
+
+    program = Program(scaled, lambda model, batch: (model(batch) * model.scale).sum(), lambda index: torch.zeros(2, 4))
+    with pytest.raises(ProgramError, match="scaled: scale: expected a parameter with at least one dim, found a scalar"):
+        describe(program, "scaled")
+
+
 class _Routed(nn.Module):
     """Two of four experts for each row, in a loop over those that any row meets, if all numbers are finite."""
 
@@ -199,6 +220,7 @@ class _Routed(nn.Module):
         assert not x.isnan().any() and not self.router.weight.isinf().any()
         mask = F.one_hot(chosen, 4).permute(2, 1, 0)
         out = torch.zeros_like(x)
+        assert sum(mask.sum((1, 2)).tolist()) == 2 * len(x)
         for (number,) in (mask.sum((1, 2)) > 0).nonzero():
             place, rows = torch.where(mask[number])
             out = out.index_add(0, rows, self.experts[f"expert {number}"](x[rows]) * weights[rows, place, None])

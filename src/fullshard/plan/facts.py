@@ -202,6 +202,11 @@ def _describe(
     inner = sorted((call for call in calls if model not in call.modules), key=lambda call: order[id(call.modules[0])])
     own = next((call.given for call in calls if model in call.modules), {})
     owned = _owned(model, [call.modules for call in inner], calls)
+    for dotted in (dotted for found in owned for dotted, p in found.items() if not p.ndim):
+        raise ProgramError(
+            f"{name}: {dotted}: expected a parameter with at least one dim, found a scalar, which fully_shard refuses; "
+            f"make it a tensor of one element, or name it in ignored_params"
+        )
     places = {dotted: i for i, (dotted, _) in enumerate(model.named_parameters())}
     keeps = _keeps(model, name, keep_float32)
     units = [_unit("", model, owned[0], own, places, keeps)]

@@ -13,6 +13,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import flop_registry
 
 from .._torch import asked_once, attention_for_cpu, operation_name, overloads, without_torch_functions
+from ..program import ProgramError
 from . import recurrent
 
 
@@ -26,6 +27,11 @@ class Kernels(TorchFunctionMode):
         self._on_cpu = on_cpu
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
+            raise ProgramError(
+                "torch.autocast: expected casts by the precision of units (--param-dtype, MixedPrecisionPolicy), found "
+                "a step under autocast, whose casts a plan does not count; leave it out of the loss and the model"
+            )
         if func is F.scaled_dot_product_attention:
             return _attend(self._on_cpu, *args, **(kwargs or {}))
         if func is F.dropout and not self._on_cpu:

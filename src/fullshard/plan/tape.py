@@ -288,8 +288,11 @@ class _Recorder(TorchDispatchMode):
         args = picked(self.results.values, func, args)
         if operation_name(func) == "aten._local_scalar_dense" and known is not None:
             return known
-        if known is None and inputs and inputs[0].is_meta and needs_value(func, args):
-            raise unknown(func, self.results.values.names)
+        if inputs and inputs[0].is_meta and needs_value(func, args, kwargs or {}):
+            if known is None:
+                raise unknown(func, self.results.values.names)
+            if operation_name(func) == "aten._to_copy":
+                return known  # to a list
         result = self.results.of(func, args, kwargs or {}, given, known)
         made = [t for t in tensors_in([result]) if storage_key(t.untyped_storage()) not in given]
         writes = is_write(func)

@@ -156,8 +156,10 @@ def picked(values: Values, func: Any, args: Any) -> Any:
 _INDEXING = ("aten.index.Tensor", "aten.index_put.default", "aten.index_put_.default", "aten._index_put_impl_.default")
 
 
-def needs_value(func: Any, args: Any) -> bool:
+def needs_value(func: Any, args: Any, kwargs: Mapping[str, Any]) -> bool:
     """Whether an operation on the meta device cannot be done without a value."""
+    if operation_name(func) == "aten._to_copy":
+        return str(kwargs.get("device")) == "cpu"
     if str(func) == _INDEXING[0]:
         return any(isinstance(index, Tensor) and index.dtype == torch.bool for index in args[1])
     return operation_name(func) in _ASKING
