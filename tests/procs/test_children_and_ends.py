@@ -16,10 +16,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from fullshard import PeerFailed, checkpoint, fully_shard
-from fullshard.comm import data_group
+from fullshard.comm import connections, data_group
+from fullshard.extras.pipeline import Pipeline
 from tests.harness.fates import run_fates, watch_module
 from tests.harness.hang import patience
 
@@ -141,8 +143,55 @@ def _server_stops_connecting(rank: int) -> str:
     return str(caught.value)
 
 
+def _stop_on_rank_0(rank: int) -> None:
+    """Stop rank 0 for good: no process wakes it before the others have told."""
+    if rank == 0:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    time.sleep(0.5)
+
+
+def _server_stops_first(rank: int) -> str:
+    """Before a rank asked the store anything."""
+    _stop_on_rank_0(rank)
+    with pytest.raises(PeerFailed) as caught:
+        _step(_model())
+    assert caught.value.rank == 0
+    return str(caught.value)
+
+
+def _server_stops_at_new_group(rank: int) -> str:
+    """After the ranks have agreed to make a group, and before torch asks its own store for it."""
+    made = connections.new_group
+
+    def stopped(*args: Any) -> Any:
+        _stop_on_rank_0(rank)
+        return made(*args)
+
+    connections.new_group = stopped  # type: ignore[assignment]
+    with pytest.raises(PeerFailed) as caught:
+        _model().set_separate_reduce_scatter_group()
+    return str(caught.value)
+
+
+def _server_stops_in_pipeline(rank: int) -> str:
+    """A rank of a pipeline whose connections are closed asks the store why."""
+    model = _model()
+    _step(model)
+    steps: Any = object.__new__(Pipeline)
+    steps.group, steps._steps = dist.group.WORLD, 1
+    _stop_on_rank_0(rank)
+    return str(steps._reason())
+
+
 @pytest.mark.parametrize(
-    "stops", [pytest.param(_server_stops, marks=pytest.mark.slow, id="between steps"), _server_stops_connecting]
+    "stops",
+    [
+        pytest.param(_server_stops, marks=pytest.mark.slow, id="between steps"),
+        _server_stops_connecting,
+        _server_stops_first,
+        _server_stops_at_new_group,
+        _server_stops_in_pipeline,
+    ],
 )
 def test_the_rank_that_serves_the_store_is_silent(stops: Callable[[int], str]) -> None:
     """Stopped, or its machine lost its power or its network: nothing closes the connections to the store, and a request

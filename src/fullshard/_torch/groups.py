@@ -9,7 +9,9 @@ import socket
 import stat
 import struct
 import sys
+import threading
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, NamedTuple, cast
@@ -42,8 +44,8 @@ def default_store() -> Any:
 
 
 class StoreConnection:
-    """The store of the default process group on a separate connection whose requests raise after `seconds` without an
-    answer; 0: never.
+    """The store of the default process group on a separate connection. To make it, and each request, raises
+    `RuntimeError` after `seconds` without an answer.
 
     torch waits for an answer without a limit. If the machine that serves the store loses its power or its network, or
     the process is stopped, nothing closes the connection, and a rank would wait for ever. The kernel ends the wait
@@ -54,14 +56,13 @@ class StoreConnection:
     def __init__(self, seconds: float) -> None:
         port = getattr(_underlying(distributed_c10d._get_default_store()), "port", 0)
         before = _connected_to(port)
-        self._store = default_store()
+        self._store = _cloned(seconds)
         self._descriptors = _connected_to(port) - before
-        if seconds:
-            self._store.set_timeout(timedelta(seconds=seconds))
-            whole = int(seconds)
-            limit = struct.pack("@ll", whole, int((seconds - whole) * 1e6))
-            for each in _sockets(self._descriptors):
-                each.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+        self._store.set_timeout(timedelta(seconds=seconds))
+        whole = int(seconds)
+        limit = struct.pack("@ll", whole, int((seconds - whole) * 1e6))
+        for each in _sockets(self._descriptors):
+            each.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
 
     def __getattr__(self, name: str) -> Any:
         call, descriptors = getattr(self._store, name), self._descriptors
@@ -80,6 +81,24 @@ class StoreConnection:
         # Found without this function from now on.
         setattr(self, name, ask)
         return ask
+
+
+def _cloned(seconds: float) -> Any:
+    """`default_store()`. A silent server accepts the connection, and torch waits for its first answer without end, so
+    a thread of its own does it."""
+    made: Future[Any] = Future()
+
+    def clone() -> None:
+        try:
+            made.set_result(default_store())
+        except BaseException as error:
+            made.set_exception(error)
+
+    threading.Thread(target=clone, name="fullshard connects to the store", daemon=True).start()
+    try:
+        return made.result(seconds)
+    except TimeoutError:
+        raise RuntimeError(f"expected the store to answer within {seconds:g} s, found that it is silent") from None
 
 
 def _sockets(descriptors: Iterable[int]) -> Iterator[socket.socket]:

@@ -15,15 +15,16 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 
 import torch
 import torch.distributed as dist
 
-from .._torch import backend_of, default_store, same_group
+from .._torch import backend_of, default_store, new_group, same_group
 from ..peers import Fault, Scope, Wait, wait_until
 
 _CUT_TAG = 0x66736866
@@ -47,16 +48,11 @@ def connected(
     """Connections between `ranks`, those of `origin`. Collective over them, inside of `wait`; `name`: the same on all
     of them, and unique."""
     seconds = scope.watch.settings.limit_seconds + _BACKEND_SECONDS_MORE
-    made: Future[dist.ProcessGroup] = Future()
 
-    def connect() -> None:
-        try:
-            # A store of C++: a backend may use it for as long as it exists, from any thread. Nothing limits how long a
-            # silent one is waited for.
-            made.set_result(same_group(origin, tuple(ranks), device, backend, default_store(), name, seconds))
-        except BaseException as error:
-            made.set_exception(error)
-        wait.wake()
+    def connect() -> dist.ProcessGroup:
+        # A store of C++: a backend may use it for as long as it exists, from any thread. Nothing limits how long a
+        # silent one is waited for.
+        return same_group(origin, tuple(ranks), device, backend, default_store(), name, seconds)
 
     with scope.reporting("the connections of a group"):
         # First wait for all ranks here: the backend's own wait for them would end with its timeout.
@@ -64,10 +60,46 @@ def connected(
             asked = scope.watch.records.store
             asked.add(f"{name}/here", 1)
             wait_until(lambda: asked.add(f"{name}/here", 0) >= len(ranks), wait)
-        # A wait that ends early leaves the thread to its time limit, and nobody uses what it makes.
-        threading.Thread(target=connect, name="fullshard connects", daemon=True).start()
-        wait_until(made.done, wait)
+        return _within(wait, connect)
+
+
+def group_beside(
+    scope: Scope | None,
+    ranks: Sequence[int],
+    like: dist.ProcessGroup,
+    device: torch.device,
+    backend: str | None,
+    purpose: str | None = None,
+) -> dist.ProcessGroup:
+    """`new_group`, within the limits of `scope`: torch asks its own store, and waits for a silent one without end."""
+    make = partial(new_group, ranks, like, device, backend, purpose)
+    if scope is None:
+        return make()
+    doing = scope.told or "a new process group"
+    wait = Wait("connect", scope, doing, name=f"{purpose} {'.'.join(map(str, ranks))}", ranks=ranks)
+    with scope.reporting(doing):
+        return _within(wait, make)
+
+
+def _within(wait: Wait, make: Callable[[], dist.ProcessGroup]) -> dist.ProcessGroup:
+    """`make()`, inside of `wait`. A wait that ends early leaves the thread to its time limit, and nobody uses what it
+    makes."""
+    made: Future[dist.ProcessGroup] = Future()
+
+    def run() -> None:
+        try:
+            made.set_result(make())
+        except BaseException as error:
+            made.set_exception(error)
+        wait.wake()
+
+    threading.Thread(target=run, name="fullshard connects", daemon=True).start()
+    wait_until(made.done, wait)
+    assert isinstance(wait.scope, Scope)
+    try:
         return made.result()
+    except dist.DistNetworkError as error:
+        raise wait.scope.without_store().error(wait.doing) from error
 
 
 def cut_host(group: dist.ProcessGroup, device: torch.device) -> None:

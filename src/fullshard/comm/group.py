@@ -26,9 +26,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import ReduceScatterOptions
 
-from .._torch import new_group
 from ..layout import ONE_LEVEL, HostGroups, Levels, Ways, exchanges_gradients, groups_messages, sends_in_pairs
 from ..peers import Scope, ask, scope_of
+from .connections import group_beside
 from .data_group import (
     CARRIED,
     GATHER,
@@ -140,7 +140,8 @@ class ShardGroup(Line):
     def some(self, ranks: Sequence[int], purpose: str) -> ShardGroup:
         """A group of `ranks` of the default group, this one included, with its own communicator. Collective over
         `ranks`."""
-        made = new_group(ranks, self.origin, self.device, other_backend(self.origin), purpose)
+        backend = other_backend(self.origin)
+        made = group_beside(scope_of(self.ranks), ranks, self.origin, self.device, backend, purpose)
         return ShardGroup(made, self.device)
 
 
@@ -389,5 +390,6 @@ def _make(device_type: str, device: torch.device, ranks: torch.Tensor, like: dis
     row, column = (ranks == dist.get_rank()).nonzero()[0].tolist()
     # Only members take part, so a mesh over some ranks (a pipeline stage) does not involve the others.
     backend = other_backend(like)
-    groups = [new_group(members.tolist(), like, device, backend) for members in (ranks[:, column], ranks[row])]
+    parts = ranks[:, column], ranks[row]
+    groups = [group_beside(scope, members.tolist(), like, device, backend) for members in parts]
     return DeviceMesh.from_group(groups, device_type, mesh=ranks, mesh_dim_names=("block", "rank_in_block"))

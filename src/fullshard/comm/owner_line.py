@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from .._torch import new_group
 from ..peers import Scope, scope_of
+from .connections import group_beside
 from .data_group import DataGroup, Line, Work, can_cut, data_group, open_data_group
 from .exchange import texts_of
 from .group import backend_name, message_device, other_backend
@@ -60,7 +60,8 @@ class OwnerLine:
                 scope = scope_of(self.ranks)
                 if scope is not None:
                     scope.resume()
-                made = new_group(self.ranks, first, self.device, other_backend(first), "fullshard_owners")
+                backend = other_backend(first)
+                made = group_beside(scope, self.ranks, first, self.device, backend, "fullshard_owners")
                 known[self.ranks] = made
             origin = known[self.ranks]
         self._line = Line(origin, self._data_group(origin))

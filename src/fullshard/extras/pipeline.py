@@ -19,12 +19,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from .._torch import default_store
 from ..agree.recovery import peers_below
 from ..api import FSDPModule
 from ..comm import all_reduce_over
 from ..comm.connections import cut_host, is_of_connections
-from ..peers import PeerFailed, RanksDisagree
+from ..peers import PeerFailed, RanksDisagree, silent_store, watch
 from .experts import StageBalance
 
 LossFn = Callable[[Any, Tensor], Tensor]
@@ -292,7 +291,8 @@ class Pipeline:
             own = f"rank {dist.get_rank()} (stage {numbers}) raised in prepared.{what}: {type(cause).__name__}: {cause}"
             mine = str(cause) if isinstance(cause, PeerFailed | RanksDisagree) else own
             with suppress(RuntimeError, OSError):
-                default_store().set(self._key, mine)
+                if (here := watch()) is not None:
+                    here.records.store.set(self._key, mine)
         self._broken = reason or f"a step ended with {type(cause).__name__}: {cause}"
         self._broken += "; end the processes, and begin with a checkpoint"
         self._cut()
@@ -315,13 +315,17 @@ class Pipeline:
             peers_below(*self.stages.values()).publish(error, f"prepared.{what}")
 
     def _reason(self) -> str:
-        """Why connections were closed, as the rank says that closed them; "" if none does in time."""
+        """Why connections were closed, as the rank says that closed them, or that the store does not answer; "" if none
+        does in time."""
         end = time.monotonic() + _REASON_SECONDS
-        with suppress(RuntimeError, OSError):
-            while time.monotonic() < end:
-                if default_store().check([self._key]):
-                    return str(default_store().get(self._key).decode())
+        try:
+            here = watch()
+            while here is not None and time.monotonic() < end:
+                if here.records.store.check([self._key]):
+                    return here.records.store.get(self._key).decode()
                 time.sleep(_LOOK_SECONDS)
+        except (RuntimeError, OSError):
+            return silent_store().message
         return ""
 
     def _cut(self) -> None:

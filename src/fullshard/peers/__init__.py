@@ -21,6 +21,7 @@ from .wait import Settings as Settings
 from .wait import Wait as Wait
 from .wait import lost_in as lost_in
 from .wait import shown_ranks as shown_ranks
+from .wait import silent_store as silent_store
 from .wait import variants as variants
 from .wait import wait_until as wait_until
 from .watch import Watch as Watch

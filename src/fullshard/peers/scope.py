@@ -20,7 +20,7 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, Protocol
@@ -40,6 +40,8 @@ from .wait import (
     lost_in,
     settled,
     shown_ranks,
+    silent_store,
+    store_answers,
     variants,
     wait_until,
 )
@@ -379,24 +381,14 @@ class Scope:
             for group in self.groups.all():
                 group.cut()
 
-    @contextmanager
-    def store_answers(self, waiting: str) -> Iterator[None]:
+    def store_answers(self, waiting: str) -> AbstractContextManager[None]:
         """Replace the store's connection errors, which mean that the store is gone."""
-        try:
-            yield
-        except (PeerFailed, RanksDisagree):
-            raise
-        except RuntimeError as error:
-            raise self.without_store().error(waiting) from error
+        return store_answers(waiting, self.without_store)
 
     def without_store(self) -> Fault:
         """The fault if the store is gone: the last rank that ended or was lost, or the store itself."""
         gone = [fault for fault, _ in list(self.faults) if fault.kind in ("ended", "lost") and self.is_of_others(fault)]
-        text = (
-            "gave no sign of life since the store through which ranks meet is gone or silent, with the process that "
-            "served it (rank 0, or a launcher)"
-        )
-        return gone[-1] if gone else Fault(self.ranks[0], "lost", text, self.name, self.epoch)
+        return gone[-1] if gone else silent_store(self.name, self.epoch)
 
     def refuse_failure(self) -> None:
         """Raise the reason why the data groups were cut, or a disagreement, if not raised yet."""

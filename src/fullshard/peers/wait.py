@@ -149,6 +149,26 @@ class Fault:
         )
 
 
+def silent_store(scope: str = "", epoch: int = 0) -> Fault:
+    """The fault if the store is gone or silent, and nothing else is known."""
+    text = (
+        "gave no sign of life since the store through which ranks meet is gone or silent, with the process that "
+        "served it (rank 0, or a launcher)"
+    )
+    return Fault(0, "lost", text, scope, epoch)
+
+
+@contextmanager
+def store_answers(waiting: str, fault: Callable[[], Fault] = silent_store) -> Iterator[None]:
+    """Replace the store's connection errors, which mean that the store is gone, by the error of `fault()`."""
+    try:
+        yield
+    except (PeerFailed, RanksDisagree):
+        raise
+    except RuntimeError as error:
+        raise fault().error(waiting) from error
+
+
 @dataclass(slots=True)
 class Failures:
     """The failures on the ranks of a scope since their last meeting, which replaces them."""

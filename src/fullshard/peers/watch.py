@@ -44,6 +44,7 @@ from .wait import (
     Waits,
     described,
     pace,
+    store_answers,
 )
 
 _log = logging.getLogger("fullshard")
@@ -58,6 +59,7 @@ _STORE_FAILURES = 4
 # How long the process that serves the store waits at its end until others have read why it ends.
 _LAST_SECONDS = 6.0
 
+_FIRST = "the first contact of ranks"
 # How many earlier faults are sent again with a new one.
 _LATELY = 8
 
@@ -217,8 +219,9 @@ class Watch:
         with self.scopes.lock:
             if key not in self.scopes:
                 if not self.scopes:
-                    self.post()
-                    self._join()
+                    with store_answers(_FIRST):
+                        self.post()
+                        self._join()
                 self.scopes[key] = made = Scope(self, *key)
                 for fault, since in self._early:
                     if fault.scope == made.name:
@@ -428,6 +431,8 @@ def _watched(reference: weakref.ref[Watch], ends: threading.Event) -> None:
             failures = 0
         except Exception as error:
             failures += 1
+            # The next look asks again: one that asks nothing would count as an answer.
+            watch.own.posted = 0.0
             if failures == 1:
                 _log.debug("rank %d: a look into the store failed: %s", watch.rank, error)
             if failures == _STORE_FAILURES:
@@ -473,8 +478,9 @@ def _made(world: dist.ProcessGroup) -> Watch | None:
 
 
 def _watch_of(world: dist.ProcessGroup, settings: Settings) -> Watch:
-    seconds = settings.silence_seconds
-    return Watch(StoreConnection(seconds), StoreConnection(seconds), world.rank(), settings)
+    seconds = settings.silence_seconds or settings.limit_seconds
+    with store_answers(_FIRST):
+        return Watch(StoreConnection(seconds), StoreConnection(seconds), world.rank(), settings)
 
 
 def is_current(which: AnyWatch | weakref.ref[Watch]) -> bool:
