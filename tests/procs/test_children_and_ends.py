@@ -144,7 +144,8 @@ def _server_stops_connecting(rank: int) -> str:
 
 
 def _stop_on_rank_0(rank: int) -> None:
-    """Stop rank 0 for good: no process wakes it before the others have told."""
+    """Stop rank 0 once all ranks are here."""
+    dist.barrier()
     if rank == 0:
         os.kill(os.getpid(), signal.SIGSTOP)
     time.sleep(0.5)
