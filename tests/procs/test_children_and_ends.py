@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fullshard import PeerFailed, checkpoint, fully_shard
-from fullshard.comm import connections, data_group
+from fullshard.comm import data_group, group
 from fullshard.extras.pipeline import Pipeline
 from tests.harness.fates import run_fates, watch_module
 from tests.harness.hang import patience
@@ -162,13 +162,13 @@ def _server_stops_first(rank: int) -> str:
 
 def _server_stops_at_new_group(rank: int) -> str:
     """After the ranks have agreed to make a group, and before torch asks its own store for it."""
-    made = connections.new_group
+    made = group.new_group
 
     def stopped(*args: Any) -> Any:
         _stop_on_rank_0(rank)
         return made(*args)
 
-    connections.new_group = stopped  # type: ignore[assignment]
+    group.new_group = stopped  # type: ignore[assignment]
     with pytest.raises(PeerFailed) as caught:
         _model().set_separate_reduce_scatter_group()
     return str(caught.value)

@@ -87,10 +87,11 @@ def _cloned(seconds: float) -> Any:
     """`default_store()`. A silent server accepts the connection, and torch waits for its first answer without end, so
     a thread of its own does it."""
     made: Future[Any] = Future()
+    store = cast(Any, distributed_c10d._get_default_store())
 
     def clone() -> None:
         try:
-            made.set_result(default_store())
+            made.set_result(store.clone())
         except BaseException as error:
             made.set_exception(error)
 

@@ -19,12 +19,11 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from datetime import timedelta
-from functools import partial
 
 import torch
 import torch.distributed as dist
 
-from .._torch import backend_of, default_store, new_group, same_group
+from .._torch import backend_of, default_store, same_group
 from ..peers import Fault, Scope, Wait, wait_until
 
 _CUT_TAG = 0x66736866
@@ -60,28 +59,10 @@ def connected(
             asked = scope.watch.records.store
             asked.add(f"{name}/here", 1)
             wait_until(lambda: asked.add(f"{name}/here", 0) >= len(ranks), wait)
-        return _within(wait, connect)
+        return made_within(wait, connect)
 
 
-def group_beside(
-    scope: Scope | None,
-    ranks: Sequence[int],
-    like: dist.ProcessGroup,
-    device: torch.device,
-    backend: str | None,
-    purpose: str | None = None,
-) -> dist.ProcessGroup:
-    """`new_group`, within the limits of `scope`: torch asks its own store, and waits for a silent one without end."""
-    make = partial(new_group, ranks, like, device, backend, purpose)
-    if scope is None:
-        return make()
-    doing = scope.told or "a new process group"
-    wait = Wait("connect", scope, doing, name=f"{purpose} {'.'.join(map(str, ranks))}", ranks=ranks)
-    with scope.reporting(doing):
-        return _within(wait, make)
-
-
-def _within(wait: Wait, make: Callable[[], dist.ProcessGroup]) -> dist.ProcessGroup:
+def made_within(wait: Wait, make: Callable[[], dist.ProcessGroup]) -> dist.ProcessGroup:
     """`make()`, inside of `wait`. A wait that ends early leaves the thread to its time limit, and nobody uses what it
     makes."""
     made: Future[dist.ProcessGroup] = Future()

@@ -18,6 +18,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -26,9 +27,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import ReduceScatterOptions
 
+from .._torch import new_group
 from ..layout import ONE_LEVEL, HostGroups, Levels, Ways, exchanges_gradients, groups_messages, sends_in_pairs
-from ..peers import Scope, ask, scope_of
-from .connections import group_beside
+from ..peers import Scope, Wait, ask, scope_of
+from .connections import made_within
 from .data_group import (
     CARRIED,
     GATHER,
@@ -248,6 +250,25 @@ def other_backend(process_group: dist.ProcessGroup) -> str | None:
     assert dist.group.WORLD is not None
     config = str(dist.get_backend_config(process_group))
     return None if config == str(dist.get_backend_config(dist.group.WORLD)) else config
+
+
+def group_beside(
+    scope: Scope | None,
+    ranks: Sequence[int],
+    like: dist.ProcessGroup,
+    device: torch.device,
+    backend: str | None,
+    purpose: str | None = None,
+) -> dist.ProcessGroup:
+    """`new_group`, within the limits of `scope`: torch asks its own store, and waits for a silent one without end.
+    A group whose connections cannot be cut is made without them."""
+    make = partial(new_group, ranks, like, device, backend, purpose)
+    if scope is None or not can_cut(backend_name(like, device)):
+        return make()
+    doing = scope.told or "a new process group"
+    wait = Wait("connect", scope, doing, name=f"{purpose} {'.'.join(map(str, ranks))}", ranks=ranks)
+    with scope.reporting(doing):
+        return made_within(wait, make)
 
 
 # Torch's names for NCCL: `ProcessGroupNCCL` or `ProcessGroupNCCL2`, by torch's version (docs/devices.md). Messages over

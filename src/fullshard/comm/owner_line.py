@@ -12,10 +12,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..peers import Scope, scope_of
-from .connections import group_beside
 from .data_group import DataGroup, Line, Work, can_cut, data_group, open_data_group
 from .exchange import texts_of
-from .group import backend_name, message_device, other_backend
+from .group import backend_name, group_beside, message_device, other_backend
 from .messages import messenger
 
 # Groups over several axes of a mesh, by the ranks, for as long as the group of its first axis exists.
