@@ -214,7 +214,7 @@ def test_a_refused_module_is_whole(name: str) -> None:
 
 STEPS = (
     "mesh_links move_unsharded Unit ignored_names own_parameters UnitHooks hook_state_dict publish sharded_class "
-    "ownership.note_managed validate.refuse_parallelism"
+    "note_managed validate.refuse_parallelism"
 ).split()
 
 

@@ -14,7 +14,7 @@ import pytest
 
 from fullshard.schedule import NOWHERE, RunRecord, UnitRecord
 from fullshard.schedule import Use as RecordedUse
-from fullshard.schedule.order import UNKNOWN, begin_use, end_sending, end_use, settle, visit
+from fullshard.schedule.record import UNKNOWN, begin_use, end_sending, end_use, settle, visit
 from tests.pure.test_lifecycle_exhaustive import NAMES, NESTED, ORDERS
 from tests.pure.test_lifecycle_worlds import (
     Program,

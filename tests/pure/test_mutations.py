@@ -17,7 +17,7 @@ from tests.harness import mutate
 from tests.harness.mutate import MUTATIONS, Mutation
 
 RULES = "schedule/rules.py"
-ORDER = "schedule/order.py"
+ORDER = "schedule/record.py"
 SOURCE = {file: (mutate.PACKAGE / file).read_text() for file in {mutation.file for mutation in MUTATIONS}}
 
 

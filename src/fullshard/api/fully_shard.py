@@ -25,11 +25,12 @@ from ..engine import Part, Unit, unit_of
 from ..engine.foreign import note_uncaught
 from ..engine.hooks import UnitHooks, hooks_of
 from ..engine.state_dict import hook_state_dict, note_replaced
+from ..engine.unit import check_memory, note_managed, note_memory, note_owner
 from ..param import Found, FullMesh, Placing, check_own_mesh, managed_modules, managed_parameters, move_unsharded
 from ..peers import watch
 from ..policy import MixedPrecisionPolicy, Offload, OffloadPolicy, Options, resolve_offload
 from ..policy.arguments import expect_each, expect_known_fields, expect_module, expect_text
-from . import ownership, validate
+from . import validate
 from .classes import sharded_class
 from .module import FSDPModule, publish
 from .validate import resolve_mesh
@@ -364,7 +365,7 @@ def fully_shard(
     validate.check_inference(found, roots)
     validate.check_averaged(found, roots)
     validate.check_scripted(modules, found, roots)
-    spans = ownership.check_memory(found, roots)
+    spans = check_memory(found, roots)
     for root in roots:
         validate.check_swap(root, sharded_class)
     full_mesh, shards = None, True
@@ -407,14 +408,14 @@ def fully_shard(
         own_parameters(unit)
         UnitHooks(unit)
         hook_state_dict(unit, loaded)
-        ownership.note_managed(unit, inner)
+        note_managed(unit, inner)
         validate.refuse_parallelism(modules, found, name)
         publish(unit, inner)
         for root in roots:
             root.__class__ = sharded_class(type(root))
     # From here on nothing raises: this is noted of parameters, which an error above leaves on the modules.
-    ownership.note_memory(unit, spans)
-    ownership.note_owner(found, name)
+    note_memory(unit, spans)
+    note_owner(found, name)
     note_replaced(unit, found)
     note_uncaught()
     return module

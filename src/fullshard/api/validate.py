@@ -22,11 +22,11 @@ from torch.nn.parallel import DistributedDataParallel
 from .._torch import applied_apis, refuse_distribution
 from ..engine import unit_of
 from ..engine.names import first_few
+from ..engine.unit import refuse_owned
 from ..param import Found, check_extension, has_extension
 from ..policy import MixedPrecisionPolicy, resolve_offload
 from ..policy.arguments import expect_callable, expect_each, expect_flag, expect_known_fields
 from ..policy.options import check_cast_inputs
-from . import ownership
 
 _log = logging.getLogger(__name__)
 
@@ -337,7 +337,7 @@ def check_parameters(found: Iterable[Found], roots: Sequence[nn.Module]) -> None
     module_name = _names(roots)
     for item in found:
         parameter, name = item.parameter, item.name
-        ownership.refuse_owned(item, module_name, roots)
+        refuse_owned(item, module_name, roots)
         check_extension(parameter, name)
         if parameter.ndim == 0:
             raise ValueError(

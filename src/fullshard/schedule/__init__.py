@@ -1,7 +1,7 @@
 """Decides when to unshard, wait, reshard and reduce. Standard library only.
 
-`record` (state of units and runs), `events` (the vocabulary), `rules` (one function per event), `order` (prefetch order
-and gradient order), `optional` (units that only some ranks run), `check` (invariants of a command sequence).
+`record` (state of units and runs, prefetch order, gradient order), `events` (the vocabulary), `rules` (one function per
+event), `optional` (units that only some ranks run), `check` (invariants of a command sequence).
 """
 
 from .check import CommandChecker as CommandChecker

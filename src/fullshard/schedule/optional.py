@@ -19,8 +19,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 
-from .order import following_in_backward, guessed
-from .record import Full, Joining, OptionalUses, RunRecord, UnitRecord, Use
+from .record import Full, Joining, OptionalUses, RunRecord, UnitRecord, Use, following_in_backward, guessed
 
 _Uses = list[tuple[UnitRecord, Use]]
 

@@ -12,7 +12,15 @@ from collections.abc import Sequence
 
 from . import optional
 from .events import Command
-from .order import (
+from .record import (
+    Full,
+    Owed,
+    Phase,
+    Pins,
+    RunRecord,
+    Sending,
+    UnitRecord,
+    Use,
     begin_forward,
     begin_use,
     end_forward,
@@ -20,10 +28,11 @@ from .order import (
     end_use,
     next_in_backward,
     next_in_forward,
+    pin,
     settle,
+    settle_pins,
     visit,
 )
-from .record import Full, Owed, Phase, Pins, RunRecord, Sending, UnitRecord, Use, pin, settle_pins
 
 Commands = list[Command]
 # Instead of a rule, for commands that a call of the user's asked for.
