@@ -56,7 +56,7 @@ class Forwarding(dist.Store):
 
 
 _DG, _GROUPS, _GROUP = "comm.data_group:DataGroup", "_torch.groups", "comm.group:ShardGroup"
-_CONNECTED = "comm.connections:connected"
+_CONNECTED = "comm.data_group:DataGroup._connected"
 _STORE = "    store = dist.PrefixStore(name, store)\n"
 _KEPT = '("_timeout", "is_high_priority_stream", "config")'
 _KNOWN = "known = list(outs), list(pieces)"
@@ -68,13 +68,13 @@ LIFETIMES: dict[str, Lifetime] = {
     # ---- lifetimes ----
     "the store is one of Python's, and nobody keeps it": Lifetime(
         SeededFault(
-            "comm.connections:same_group", _STORE, f"    store = dist.PrefixStore(name, {_HERE}.Forwarding(store))\n"
+            "comm.data_group:same_group", _STORE, f"    store = dist.PrefixStore(name, {_HERE}.Forwarding(store))\n"
         ),
         lifetimes.collects,
     ),
     "the store is one of Python's, kept until the group is connected": Lifetime(
         SeededFault(
-            "comm.connections:same_group",
+            "comm.data_group:same_group",
             _STORE,
             f"    kept = {_HERE}.Forwarding(store)\n    store = dist.PrefixStore(name, kept)\n",
         ),
@@ -128,7 +128,7 @@ LIFETIMES: dict[str, Lifetime] = {
     # ---- laziness: when connections are made and ended ----
     "connections are made by the first message": Lifetime(
         SeededFault(
-            "comm.connections:same_group",
+            "comm.data_group:same_group",
             "own.eager_connect_single_device(_indexed(device))",
             "pass",
         ),
@@ -320,9 +320,7 @@ LIFETIMES: dict[str, Lifetime] = {
         "nccl2",
     ),
     "data groups are of the other class, without a device": Lifetime(
-        SeededFault(
-            "comm.connections:same_group", _MAKES, ".ProcessGroupNCCL2(store, rank, size, options), kinds.NCCL"
-        ),
+        SeededFault("comm.data_group:same_group", _MAKES, ".ProcessGroupNCCL2(store, rank, size, options), kinds.NCCL"),
         lifetimes.named,
         (),
         2,
@@ -330,7 +328,7 @@ LIFETIMES: dict[str, Lifetime] = {
     ),
     "data groups are of the other class": Lifetime(
         SeededFault(
-            "comm.connections:same_group",
+            "comm.data_group:same_group",
             _MAKES,
             ".ProcessGroupNCCL2(store, rank, size, options, _indexed(device)), kinds.NCCL",
         ),

@@ -137,7 +137,7 @@ def _server_stops(rank: int) -> str:
 def _server_stops_connecting(rank: int) -> str:
     model = _model()
     if rank == 0:
-        data_group.connected = lambda *_: os.kill(os.getpid(), signal.SIGSTOP)  # type: ignore[assignment]
+        DataGroup._connected = lambda *_: os.kill(os.getpid(), signal.SIGSTOP)  # type: ignore[method-assign]
     with pytest.raises(PeerFailed) as caught:
         _step(model)
     return str(caught.value)

@@ -14,7 +14,6 @@ import torch.utils.checkpoint
 from torch import Tensor
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd import Variable
-from torch.distributed.tensor import DTensor
 
 # ---- autograd --------------------------------------------------------------------------------------------------------
 
@@ -57,29 +56,6 @@ def grad_dtype_of(parameter: Tensor) -> torch.dtype | Literal["unset", "any"]:
     if not getattr(parameter, "_has_grad_dtype_override", found != parameter.dtype):
         return "unset"
     return "any" if found is None else found
-
-
-def gradient_versions(parameters: Sequence[Tensor]) -> tuple[int, int]:
-    """The number of `parameters` without a gradient, and the summed versions of all other gradients and their local
-    tensors (a write to a DTensor and a write to its local tensor bump different versions). No Python per item if all
-    gradients exist and are DTensors."""
-    try:
-        return 0, sum(map(sum, map(_get_gradient_versions, parameters)))
-    except AttributeError:
-        found = list(map(versions_of_gradient, parameters))
-        return found.count(()), sum(map(sum, found))
-
-
-_get_gradient_versions = operator.attrgetter("grad._version", "grad._local_tensor._version")
-
-
-def versions_of_gradient(parameter: Tensor) -> tuple[int, ...]:
-    """The versions that `gradient_versions` sums, for one parameter; empty without a gradient."""
-    gradient = parameter.grad
-    if gradient is None:
-        return ()
-    own = version_of(gradient)
-    return (own, version_of(gradient._local_tensor)) if isinstance(gradient, DTensor) else (own,)
 
 
 def base_of(tensor: Tensor) -> Tensor | None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import operator
 import threading
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from .._torch import gradient_versions, versions_of_gradient
+from .._torch import local_of, version_of
 from ..engine.foreign import ON_OWNERS
 from ..engine.names import parameter_names
 from ..engine.optimizer_steps import optimizer_steps, tell_each_step
@@ -73,16 +73,40 @@ class _MeshPart:
 
     def written(self) -> str:
         """How often gradients were written before the step, as text; rebuilt only when the versions changed."""
-        versions = gradient_versions(self.params)
+        versions = _gradient_versions(self.params)
         if versions != self._written:
             self._written = versions
             names: dict[tuple[int, ...], list[str]] = {}
             for param, name in zip(self.params, self._dotted, strict=True):
-                names.setdefault(versions_of_gradient(param), []).append(name)
+                names.setdefault(_versions_of_gradient(param), []).append(name)
             *rare, common = sorted(names.items(), key=lambda item: (len(item[1]), item))
             texts = [f"{listed(found)} {_writes(count)}" for count, found in rare]
             self._written_text = ", ".join([*texts, f"{len(common[1])} {_writes(common[0])}"])
         return self._written_text
+
+
+_gradient: Callable[[Tensor], Tensor] = operator.attrgetter("grad")
+
+
+def _gradient_versions(parameters: Sequence[Tensor]) -> tuple[int, int]:
+    """The number of `parameters` without a gradient, and the summed versions of all other gradients and their local
+    tensors (a write to a DTensor and a write to its local tensor bump different versions). No Python per item if all
+    gradients exist and are DTensors."""
+    gradients = list(map(_gradient, parameters))
+    try:
+        return 0, sum(map(version_of, gradients)) + sum(map(version_of, map(local_of, gradients)))
+    except AttributeError:
+        found = list(map(_versions_of_gradient, parameters))
+        return found.count(()), sum(map(sum, found))
+
+
+def _versions_of_gradient(parameter: Tensor) -> tuple[int, ...]:
+    """The versions that `_gradient_versions` sums, for one parameter; empty without a gradient."""
+    gradient = parameter.grad
+    if gradient is None:
+        return ()
+    own = version_of(gradient)
+    return (own, version_of(local_of(gradient))) if isinstance(gradient, DTensor) else (own,)
 
 
 class OptimizerFacts:

@@ -1,13 +1,18 @@
-"""Messages: the line over which ranks send them, and the data group that carries them.
+"""Messages: the line over which ranks send them, the data group that carries them, and its connections.
 
 A `Line` sends: it has the collectives. A mesh's own process group belongs to the user, so fullshard must not cut it.
 When a root forms, every group of a mesh gets private data groups of the same ranks, one per purpose, which its lines
 use from then on. They count their messages, so that a failing rank can report its last message, and a waiting rank can
-tell whether its message will come. `connections.py` has how they connect, are cut and explain what failed.
+tell whether its message will come. All messages are asynchronous: one under way is a `Sent`; several, with their
+buffers, are a `Flight` (pool.py).
 
-All messages are asynchronous: a message under way is a `Sent`; several, with their buffers, are a `Flight`.
+A data group connects at once, inside of a wait that the watch knows, also on NCCL, which would do it at the first
+message. Cutting it ends every wait of this rank and its peers on it at once, from any thread:
 
-Backends without sockets have no data groups: their groups are used directly, and a wait ends when the backend ends it.
+    gloo    `cut_host` posts a receive that times out, which closes all connections of its group (torch 2.11 to 2.13)
+    NCCL    `abort` of the backend
+
+Other backends have no data groups: their groups are used directly, and a wait ends when the backend ends it.
 """
 
 from __future__ import annotations
@@ -35,10 +40,8 @@ from torch.distributed.distributed_c10d import (
     ReduceScatterOptions,
 )
 
-from .._torch import capturing, error_of, is_capturing_elsewhere
-from ..peers import Scope, Wait
-from .connections import connected, cut_host, explained, is_of_connections
-from .pool import Buffer, BufferPool
+from .._torch import backend_of, capturing, default_store, error_of, is_capturing_elsewhere, same_group
+from ..peers import Fault, Scope, Wait, wait_until
 
 _log = logging.getLogger("fullshard")
 
@@ -46,6 +49,13 @@ _CUTS = ("gloo", "nccl")
 # How long a wait for a collective lasts before it looks whether the watch ended it; and how long a cut may take.
 _SLICE = timedelta(seconds=2)
 _CUT_SECONDS = 3.0
+_CUT_TAG = 0x66736866
+# Words in a backend's errors about connections, as opposed to errors about arguments.
+_OF_CONNECTIONS = ("gloo/transport", "pair closure", "onnection", "ocket", "imed out", "NCCL")
+# How long to wait, after a connection was closed, until a peer reports why or is found dead.
+_CLOSED_SECONDS = 3.5
+# The backend's timeout must come after the watch's, whose error names ranks.
+_BACKEND_SECONDS_MORE = 30.0
 # What torch's watchdog of NCCL reads, by its newer and older names.
 _WATCHDOG = (
     *("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_BLOCKING_WAIT", "TORCH_NCCL_DESYNC_DEBUG"),
@@ -83,19 +93,15 @@ class Observer(Protocol):
 
     def now(self) -> int:
         """The time of its clock."""
-        ...
 
     def sent(self, message: Sent, call: str, arguments: Sequence[Any], begun: int) -> None:
         """`message` was issued by `call` with `arguments`, which began at `begun`."""
-        ...
 
     def waits(self, message: Sent) -> None:
         """A wait for it begins, on the thread that needs it."""
-        ...
 
     def waited(self, message: Sent) -> None:
         """The wait is over; it may have raised."""
-        ...
 
 
 class Sent:
@@ -210,42 +216,6 @@ def drain(work: Work) -> None:
         work.wait()
 
 
-class Flight:
-    """Messages under way, and what they read and write until `release`."""
-
-    works: Sequence[Work] = ()
-    # The buffers, all of `pool`.
-    buffers: Sequence[Buffer] = ()
-    pool: BufferPool
-    # Other tensors that are kept alive.
-    kept: Sequence[Tensor] = ()
-
-    @property
-    def held_nbytes(self) -> int:
-        """Bytes of the buffers, and of what else is kept alive."""
-        return sum([buffer.tensor.nbytes for buffer in self.buffers]) + sum([tensor.nbytes for tensor in self.kept])
-
-    def arrive(self) -> None:
-        """Wait for the messages."""
-        # Drop them even if one of them raises: a retry must not wait for them again.
-        works, self.works = self.works, ()
-        for work in works:
-            work.wait()
-
-    def release(self) -> None:
-        """Return the buffers to the pool, once what arrived was read."""
-        buffers, self.buffers, self.kept = self.buffers, (), ()
-        if buffers:
-            self.pool.give(*buffers)
-
-    def abandon(self) -> None:
-        """Wait for the messages and discard what they brought."""
-        works, self.works = self.works, ()
-        for work in works:
-            drain(work)
-        self.release()
-
-
 # ---- data group ------------------------------------------------------------------------------------------------------
 
 
@@ -306,9 +276,28 @@ class DataGroup:
         name = f"{scope.watch.records.prefix}/{scope.name}/{scope.renewed}/{self.name}"
         doing = scope.doing or "the connections of " + self.purpose
         wait = Wait("connect", scope, doing, name=self.name, ranks=self.ranks)
-        made = connected(scope, origin, self.ranks, self.device, self.backend, name, wait)
+        made = self._connected(origin, name, wait)
         self._group, self.issued, self.cut_at, self._renewed = made, 0, 0.0, scope.renewed
         self._under_way.clear()
+
+    def _connected(self, origin: dist.ProcessGroup, name: str, wait: Wait) -> dist.ProcessGroup:
+        """Connections between the ranks. Collective over them, inside of `wait`; `name`: the same on all of them, and
+        unique. A thread makes them: neither gloo nor NCCL returns while a rank that is gone is missing. Nothing of
+        Python's is left with the backend, which may call its store whenever it likes, from threads of C++."""
+        scope, seconds = self.scope, self.scope.watch.settings.limit_seconds + _BACKEND_SECONDS_MORE
+
+        def connect() -> dist.ProcessGroup:
+            # A store of C++: a backend may use it for as long as it exists, from any thread. Nothing limits how long a
+            # silent one is waited for.
+            return same_group(origin, self.ranks, self.device, self.backend, default_store(), name, seconds)
+
+        with scope.reporting("the connections of a group"):
+            # First wait for all ranks here: the backend's own wait for them would end with its timeout.
+            with scope.store_answers("the connections of a group"):
+                asked = scope.watch.records.store
+                asked.add(f"{name}/here", 1)
+                wait_until(lambda: asked.add(f"{name}/here", 0) >= len(self.ranks), wait)
+            return scope.made_within(wait, connect)
 
     def expire(self) -> None:
         """Called when a meeting gives these connections up."""
@@ -388,7 +377,7 @@ class DataGroup:
             self.refuse(self.issued, RuntimeError(f"NCCL ended the communicator ({text})"))
 
     def refuse(self, number: int, error: RuntimeError) -> NoReturn:
-        """Raise a backend's `error` for message `number`; `explained`, if it is about connections and not about the
+        """Raise a backend's `error` for message `number`; `_explained`, if it is about connections and not about the
         message itself, such as a dtype that the backend cannot sum."""
         scope = self.scope
         if scope.failures.cause is None and not is_of_connections(error):
@@ -400,7 +389,7 @@ class DataGroup:
         failed = self.on_streams and not self.is_cut and (number <= self.issued or bool(self.broke))
         spoiled = f"message {min(number, self.issued)} of {self.name}" if failed else ""
         wait = Wait("message", scope, doing, name=self.name, number=number, ranks=self.ranks, also="closed")
-        raise explained(scope, wait, str(error).split("\n")[0], spoiled) from error
+        raise _explained(scope, wait, str(error).split("\n")[0], spoiled) from error
 
 
 def _ends(ranks: Sequence[int]) -> Sequence[int]:
@@ -418,11 +407,7 @@ def can_cut(backend: str) -> bool:
 
 
 def open_data_group(
-    scope: Scope,
-    origin: dist.ProcessGroup,
-    device: torch.device,
-    backend: str,
-    purpose: str,
+    scope: Scope, origin: dist.ProcessGroup, device: torch.device, backend: str, purpose: str
 ) -> DataGroup | None:
     """The data group that replaces `origin`; None if its backend has none. Its first message, which is at the same
     place on all ranks, connects it: so ranks agree even if one of them was interrupted while opening data groups."""
@@ -459,20 +444,59 @@ def data_group(origin: dist.ProcessGroup, purpose: str = "small") -> DataGroup |
     return _made.get(origin, {}).get(purpose)
 
 
+def cut_host(group: dist.ProcessGroup, device: torch.device) -> None:
+    """Cut the connections of a `group` of gloo, whatever the `device` of its messages is. Does not raise."""
+    rank, size, backend = group.rank(), group.size(), backend_of(group, device)
+    for step in range(1, size):
+        try:
+            backend.recv([torch.empty(1)], (rank + step) % size, _CUT_TAG).wait(timedelta(milliseconds=1))
+        except RuntimeError as error:
+            if "Timed out" in str(error):
+                return
+            # This peer had already closed its connection: those to the others are still open.
+
+
+def is_of_connections(error: RuntimeError) -> bool:
+    """Whether a backend's `error` is about its connections, and not about the message that it was given."""
+    return any(word in str(error) for word in _OF_CONNECTIONS)
+
+
+def _explained(scope: Scope, wait: Wait, text: str, spoiled: str) -> RuntimeError:
+    """The exception to raise instead of a backend's error, whose `text` it was, in `wait`. Waits some seconds for a
+    peer to report why a connection was closed. The scope's data groups are cut afterwards. `spoiled`: the message after
+    which the device computed without its bytes, or ""."""
+    scope.failures.has_raised = True
+    fault = scope.failures.cause or _reported(scope, wait)
+    if fault is not None:
+        scope.fail(fault, spoiled)
+        return fault.error(wait.doing)
+    scope.publish("raised", text)
+    scope.fail(Fault(scope.rank, "raised", text, scope.name, scope.epoch), spoiled)
+    return RuntimeError(
+        f"{wait.doing}: expected an answer of the other ranks, found that a message between them failed ({text}) and "
+        f"that none of them said why: a process that was killed, and served the store, or a broken network; see "
+        f"the output of the other ranks"
+    )
+
+
+def _reported(scope: Scope, wait: Wait) -> Fault | None:
+    watch, seconds = scope.watch, _CLOSED_SECONDS
+    # Without the store, which the process that is gone may have served, the watch ends this wait.
+    with suppress(RuntimeError):
+        if not watch.records.is_one_machine():
+            # Only missing signs of life show that a process on another machine is gone.
+            seconds = max(seconds, watch.settings.beat_seconds + 2)
+    with suppress(RuntimeError):
+        end = time.monotonic() + seconds
+        wait_until(lambda: wait.fault is not None or time.monotonic() > end, wait)
+    return wait.fault
+
+
 # ---- line ------------------------------------------------------------------------------------------------------------
 
 # Dtypes that every backend supports; others (float8 and int16 weights, complex numbers on NCCL) are sent as bytes.
 CARRIED = frozenset(
-    {
-        torch.float32,
-        torch.float64,
-        torch.float16,
-        torch.bfloat16,
-        torch.uint8,
-        torch.int8,
-        torch.int32,
-        torch.int64,
-    }
+    (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.uint8, torch.int8, torch.int32, torch.int64)
 )
 
 # The methods of a process group that torch's own functions call, renamed in 2.13. A process group written in Python

@@ -28,9 +28,9 @@ from torch import Tensor
 from .._torch import allocate_for
 from ..layout import FlatLayout, GatherPlan
 from ..policy import CustomComm
-from .data_group import SUM, Flight, Work, Works
+from .data_group import SUM, Work, Works
 from .group import ShardGroup
-from .pool import Buffer, BufferPool
+from .pool import Buffer, BufferPool, Flight
 
 # ---- gather ----------------------------------------------------------------------------------------------------------
 

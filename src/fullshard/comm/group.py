@@ -30,7 +30,6 @@ from torch.distributed.distributed_c10d import ReduceScatterOptions
 from .._torch import new_group
 from ..layout import ONE_LEVEL, HostGroups, Levels, Ways, exchanges_gradients, groups_messages, sends_in_pairs
 from ..peers import Scope, Wait, ask, scope_of
-from .connections import made_within
 from .data_group import (
     CARRIED,
     GATHER,
@@ -268,7 +267,7 @@ def group_beside(
     doing = scope.told or "a new process group"
     wait = Wait("connect", scope, doing, name=f"{purpose} {'.'.join(map(str, ranks))}", ranks=ranks)
     with scope.reporting(doing):
-        return made_within(wait, make)
+        return scope.made_within(wait, make)
 
 
 # Torch's names for NCCL: `ProcessGroupNCCL` or `ProcessGroupNCCL2`, by torch's version (docs/devices.md). Messages over

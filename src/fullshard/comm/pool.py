@@ -1,4 +1,4 @@
-"""Buffers of messages, which are reused between steps if allocation is expensive.
+"""Buffers of messages, which are reused between steps if allocation is expensive, and the messages that hold them.
 
 On a CPU the first write to a fresh large buffer costs a page fault per 4 KiB, as much as the copy itself; and views of
 a kept buffer are made only once. A device with a caching allocator has neither cost, and kept buffers would only hide
@@ -13,12 +13,14 @@ freezes others in each step would otherwise accumulate buffers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 
 import torch
 from torch import Tensor
+
+from .data_group import Work, drain
 
 # Steps for which an unused buffer is kept.
 _KEPT_STEPS = 2
@@ -125,3 +127,42 @@ class BufferPool:
                 self._free[key] = kept
             else:
                 del self._free[key]
+
+
+# ---- messages under way ----------------------------------------------------------------------------------------------
+
+
+class Flight:
+    """Messages under way, and what they read and write until `release`."""
+
+    works: Sequence[Work] = ()
+    # The buffers, all of `pool`.
+    buffers: Sequence[Buffer] = ()
+    pool: BufferPool
+    # Other tensors that are kept alive.
+    kept: Sequence[Tensor] = ()
+
+    @property
+    def held_nbytes(self) -> int:
+        """Bytes of the buffers, and of what else is kept alive."""
+        return sum([buffer.tensor.nbytes for buffer in self.buffers]) + sum([tensor.nbytes for tensor in self.kept])
+
+    def arrive(self) -> None:
+        """Wait for the messages."""
+        # Drop them even if one of them raises: a retry must not wait for them again.
+        works, self.works = self.works, ()
+        for work in works:
+            work.wait()
+
+    def release(self) -> None:
+        """Return the buffers to the pool, once what arrived was read."""
+        buffers, self.buffers, self.kept = self.buffers, (), ()
+        if buffers:
+            self.pool.give(*buffers)
+
+    def abandon(self) -> None:
+        """Wait for the messages and discard what they brought."""
+        works, self.works = self.works, ()
+        for work in works:
+            drain(work)
+        self.release()

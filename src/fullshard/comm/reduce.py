@@ -35,9 +35,9 @@ from ..layout import FACTS_NUMEL, ReduceLayout, contiguous_stride
 from ..layout.gather import SendRegion
 from ..policy import Scale
 from .comparison import CARRIERS, Comparison, HostCopy, brought
-from .data_group import MEAN, SUM, Flight, Work, drain
+from .data_group import MEAN, SUM, Work, drain
 from .group import GRADIENTS_TAG, ShardGroup
-from .pool import Buffer, BufferPool
+from .pool import Buffer, BufferPool, Flight
 
 # One tensor per parameter, None if there is no gradient.
 Parts = Sequence[Tensor | None]

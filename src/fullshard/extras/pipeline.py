@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from ..agree.recovery import peers_below
 from ..api import FSDPModule
 from ..comm import all_reduce_over
-from ..comm.connections import cut_host, is_of_connections
+from ..comm.data_group import cut_host, is_of_connections
 from ..peers import PeerFailed, RanksDisagree, silent_store, watch
 from .experts import StageBalance
 

@@ -20,10 +20,13 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
+
+import torch.distributed as dist
 
 from .store import ranks_of, runs
 from .wait import (
@@ -45,6 +48,8 @@ from .wait import (
     variants,
     wait_until,
 )
+
+T = TypeVar("T")
 
 # ---- question --------------------------------------------------------------------------------------------------------
 # Comparisons of texts that are long when sent in full.
@@ -384,6 +389,25 @@ class Scope:
     def store_answers(self, waiting: str) -> AbstractContextManager[None]:
         """Replace the store's connection errors, which mean that the store is gone."""
         return store_answers(waiting, self.without_store)
+
+    def made_within(self, wait: Wait, make: Callable[[], T]) -> T:
+        """`make()`, which connects ranks, inside of `wait`. A wait that ends early leaves the thread to its time limit,
+        and nobody uses what it makes."""
+        made: Future[T] = Future()
+
+        def run() -> None:
+            try:
+                made.set_result(make())
+            except BaseException as error:
+                made.set_exception(error)
+            wait.wake()
+
+        threading.Thread(target=run, name="fullshard connects", daemon=True).start()
+        wait_until(made.done, wait)
+        try:
+            return made.result()
+        except dist.DistNetworkError as error:
+            raise self.without_store().error(wait.doing) from error
 
     def without_store(self) -> Fault:
         """The fault if the store is gone: the last rank that ended or was lost, or the store itself."""
