@@ -20,7 +20,8 @@ import torch.distributed as dist
 from torch import nn
 
 from fullshard import PeerFailed, checkpoint, fully_shard
-from fullshard.comm import data_group, group
+from fullshard.comm import group
+from fullshard.comm.data_group import DataGroup
 from fullshard.extras.pipeline import Pipeline
 from tests.harness.fates import run_fates, watch_module
 from tests.harness.hang import patience
