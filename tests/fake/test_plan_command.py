@@ -333,6 +333,22 @@ def test_a_config_of_hugging_face_without_transformers(monkeypatch: pytest.Monke
     file.write_text(json.dumps(_LLAMA | {"model_type": "mamba"}))
     with pytest.raises(ProgramError, match="a mamba needs the package transformers"):
         shapes.hugging_face(file)
+    for key in ("attention_bias", "mlp_bias"):
+        file.write_text(json.dumps(_LLAMA | {key: True}))
+        with pytest.raises(ProgramError, match=f"a llama with {key} needs the package transformers"):
+            shapes.hugging_face(file)
+
+
+@pytest.mark.parametrize("kind", ["llama", "mistral"])
+def test_a_config_without_a_key_has_the_default_of_its_class(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kind: str
+) -> None:
+    file, sizes = tmp_path / "config.json", {"num_attention_heads": 16, "hidden_size": 64, "head_dim": 4}
+    told = {key: value for key, value in _LLAMA.items() if key != "num_key_value_heads"} | sizes
+    file.write_text(json.dumps(told | {"model_type": kind}))
+    with_transformers = describe(shapes.hugging_face(file), kind).numel
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    assert describe(shapes.hugging_face(file), kind).numel == with_transformers
 
 
 _SMALL = {"vocab_size": 100, "tie_word_embeddings": False}

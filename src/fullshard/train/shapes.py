@@ -30,6 +30,10 @@ NAMED = {
 }
 # Model types of Hugging Face that have the trainer's Llama's layers and shapes.
 _LIKE_LLAMA = ("llama", "mistral")
+# Keys of their configs that add parameters which these layers do not have.
+_BIASES = ("attention_bias", "mlp_bias")
+# What a config without the key has.
+_KV_HEADS = {"mistral": 8}
 _LONGEST = 4096
 # A token that no config has for padding: models look whether a batch has any.
 _TOKEN = 3
@@ -64,9 +68,16 @@ def hugging_face(path: Path, sequence: int | None = None) -> Program:
     try:
         config = transformers.AutoConfig.for_model(**told)
         config.use_cache = False
-        vocabulary = int(config.get_text_config().vocab_size)
+        predicts = type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING or "auto_map" in told
+        vocabulary = int(config.get_text_config().vocab_size) if predicts else 0
     except Exception as error:
         raise ProgramError(f"{path}: transformers cannot read it: {str(error).strip().splitlines()[0]}") from None
+
+    if not predicts:
+        raise ProgramError(
+            f"{path}: expected the config of a model that predicts the next token, found a {told['model_type']}; plan "
+            f"the program that trains it, module:function"
+        )
 
     def build() -> nn.Module:
         given: dict[str, Any] = {"dtype": torch.float32}
@@ -77,10 +88,11 @@ def hugging_face(path: Path, sequence: int | None = None) -> Program:
 
 
 def _shape(path: Path, told: dict[str, Any]) -> LlamaShape:
-    if told["model_type"] not in _LIKE_LLAMA:
+    kind, biases = told["model_type"], [key for key in _BIASES if told.get(key)]
+    if kind not in _LIKE_LLAMA or biases:
+        what = " with ".join([kind, *biases[:1]])
         raise ProgramError(
-            f"{path}: a {told['model_type']} needs the package transformers, which is not installed; "
-            f"pip install 'fullshard[hf]'"
+            f"{path}: a {what} needs the package transformers, which is not installed; pip install 'fullshard[hf]'"
         )
     try:
         heads = told["num_attention_heads"]
@@ -89,7 +101,7 @@ def _shape(path: Path, told: dict[str, Any]) -> LlamaShape:
             told["num_hidden_layers"],
             told["hidden_size"],
             heads,
-            told.get("num_key_value_heads") or heads,
+            told.get("num_key_value_heads", _KV_HEADS.get(kind)) or heads,
             told["intermediate_size"],
             _LONGEST,
             tie_embeddings=bool(told.get("tie_word_embeddings", False)),
