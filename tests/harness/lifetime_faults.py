@@ -56,7 +56,7 @@ class Forwarding(dist.Store):
 
 
 _DG, _GROUPS, _GROUP = "comm.data_group:DataGroup", "_torch.groups", "comm.group:ShardGroup"
-_CONNECTED = "comm.data_group:DataGroup._connected"
+_MADE_WITHIN = "peers.scope:Scope.made_within"
 _STORE = "    store = dist.PrefixStore(name, store)\n"
 _KEPT = '("_timeout", "is_high_priority_stream", "config")'
 _KNOWN = "known = list(outs), list(pieces)"
@@ -135,13 +135,13 @@ LIFETIMES: dict[str, Lifetime] = {
         lifetimes.collects,
     ),
     "nothing ends the wait for a connection": Lifetime(
-        SeededFault(_CONNECTED, "wait_until(made.done, wait)", "made.exception()"),
+        SeededFault(_MADE_WITHIN, "wait_until(made.done, wait)", "made.exception()"),
         lifetimes.dies_connecting,
         hangs=True,
     ),
     "connections are made outside of the watch": Lifetime(
         SeededFault(
-            _CONNECTED,
+            _MADE_WITHIN,
             "wait_until(made.done, wait)",
             "while not made.done(): threading.Event().wait(0.01)",
         ),
@@ -149,7 +149,7 @@ LIFETIMES: dict[str, Lifetime] = {
         hangs=True,
     ),
     "the error of a connection is dropped": Lifetime(
-        SeededFault(_CONNECTED, "return made.result()", "return made._result"), lifetimes.refused
+        SeededFault(_MADE_WITHIN, "return made.result()", "return made._result"), lifetimes.refused
     ),
     "an abort is not called": Lifetime(SeededFault(f"{_DG}.cut", "self._group.abort()", "pass"), lifetimes.cuts),
     "a cut group is not known to be cut": Lifetime(

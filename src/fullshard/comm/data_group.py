@@ -297,7 +297,7 @@ class DataGroup:
                 asked = scope.watch.records.store
                 asked.add(f"{name}/here", 1)
                 wait_until(lambda: asked.add(f"{name}/here", 0) >= len(self.ranks), wait)
-            return scope.made_within(wait, connect)
+            return scope.made_within(wait, connect, dist.DistNetworkError)
 
     def expire(self) -> None:
         """Called when a meeting gives these connections up."""

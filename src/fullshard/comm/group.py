@@ -267,7 +267,7 @@ def group_beside(
     doing = scope.told or "a new process group"
     wait = Wait("connect", scope, doing, name=f"{purpose} {'.'.join(map(str, ranks))}", ranks=ranks)
     with scope.reporting(doing):
-        return scope.made_within(wait, make)
+        return scope.made_within(wait, make, dist.DistNetworkError)
 
 
 # Torch's names for NCCL: `ProcessGroupNCCL` or `ProcessGroupNCCL2`, by torch's version (docs/devices.md). Messages over

@@ -26,8 +26,6 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, Protocol, TypeVar
 
-import torch.distributed as dist
-
 from .store import ranks_of, runs
 from .wait import (
     LOST,
@@ -390,9 +388,9 @@ class Scope:
         """Replace the store's connection errors, which mean that the store is gone."""
         return store_answers(waiting, self.without_store)
 
-    def made_within(self, wait: Wait, make: Callable[[], T]) -> T:
-        """`make()`, which connects ranks, inside of `wait`. A wait that ends early leaves the thread to its time limit,
-        and nobody uses what it makes."""
+    def made_within(self, wait: Wait, make: Callable[[], T], lost: type[Exception]) -> T:
+        """`make()`, which connects ranks, inside of `wait`; it raises `lost` if it cannot reach the store. A wait that
+        ends early leaves the thread to its time limit, and nobody uses what it makes."""
         made: Future[T] = Future()
 
         def run() -> None:
@@ -406,7 +404,7 @@ class Scope:
         wait_until(made.done, wait)
         try:
             return made.result()
-        except dist.DistNetworkError as error:
+        except lost as error:
             raise self.without_store().error(wait.doing) from error
 
     def without_store(self) -> Fault:
