@@ -7,7 +7,7 @@ import os
 import re
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch import nn
 
 from fullshard import MixedPrecisionPolicy, Program
 from fullshard.cli import main
+from fullshard.doctor import calibration
 from fullshard.plan import Strategy
 from fullshard.plan.comparison import machine_file
 from fullshard.plan.facts import describe, measured_device
@@ -498,13 +499,14 @@ def test_where_messages_take_longer_than_the_step_they_are_what_differs(
     assert json.loads(capsys.readouterr().out)["step_seconds"] == pytest.approx(2.0, rel=0.01)
 
 
-# Of 100 ms: until the forward 10, forward 20, loss 20, backward 35, then 15.
+# Of 100 ms: until the forward 10, forward 20, loss 20, backward 35 and 3 until all is reduced, then 12.
 _PHASES = {
     "forward and loss": "40.0 ms",
-    "backward": "35.0 ms",
-    "optimizer and the rest": "25.0 ms",
+    "backward": "38.0 ms",
+    "optimizer and the rest": "22.0 ms",
     "waiting for gathers": "5.0 ms",
-    "waiting for other messages": "7.0 ms",
+    "waiting for reductions": "6.0 ms",
+    "waiting for other messages": "3.0 ms",
 }
 
 
@@ -514,7 +516,7 @@ def _recorded(run: Path) -> None:
     ms = 10**6
     kinds = {"pre_forward": 10, "post_forward": 30, "pre_backward": 50, "backward_end": 85}
     events = [[at * ms, kind, 0, "", None] for kind, at in kinds.items()]
-    waits = (("unshard", 12, 17), ("reduce", 60, 64), ("clip_grad_norm_", 90, 93))
+    waits = (("unshard", 12, 17), ("reduce", 60, 64), ("reduce", 86, 88), ("clip_grad_norm_", 90, 93))
     messages = [
         ["data", number, 0, what, 8, 11 * ms, need * ms, None, ready * ms, None, None]
         for number, (what, need, ready) in enumerate(waits)
@@ -570,12 +572,27 @@ def test_a_run_without_steps_and_no_source(tmp_path: Path, capsys: pytest.Captur
         assert said in capsys.readouterr().err
 
 
-def test_a_machine_is_measured_and_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_machine_is_measured_by_as_many_processes_and_written(
+    ranks: int, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(calibration.measure, "__defaults__", (0.05,))
     file = tmp_path / "here.toml"
-    assert main(["plan", "--hardware", "cpu", "--calibrate", str(file)]) == 0
+    assert main(["plan", "--hardware", "cpu", "--ranks", str(ranks), "--calibrate", str(file)]) == 0
     found, base = find_hardware(str(file)), find_hardware("cpu")
     assert file.read_text() == capsys.readouterr().out
-    assert found.flops2 > 0 and found.bandwidth > 0 and (found.flops4, found.launch) != (base.flops4, base.launch)
+    names = {"flops2", "flops4", "attention", "bandwidth", "launch", "step", "step_launch", "stream2", "attention2"}
+    sent = {"intra_node", "inter_node", "exchanging", "scattering", "summing", "latency", "contention"}
+    differ = {f.name for f in fields(found) if getattr(found, f.name) != getattr(base, f.name)}
+    assert differ - {"name", "memory", "stream"} == names | (sent if ranks > 1 else set())
+    # A plan by it: what each number is of takes time.
+    assert main(["plan", f"{__name__}:program", "--ranks", str(ranks), "--hardware", str(file), "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["compute_seconds"] > 0 and plan["optimizer_seconds"] > 0
+
+
+def test_shares_of_a_device_are_measured() -> None:
     shares = measured_device(find_hardware("h100-80g"), torch.device("cpu"), rows=64, width=64)
     assert (
         shares.matmul > 0

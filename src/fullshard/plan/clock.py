@@ -84,10 +84,11 @@ class Clock:
 
     def seconds(self, work: Work) -> float:
         """The roofline: matrix products by their operations or by their bytes, the rest by its bytes."""
-        stream = self.hardware.bandwidth * self.hardware.stream
-        operations = work.matmul / self.hardware.matmul / self._gain + work.attention / self.hardware.attention
-        products = max(operations / self.hardware.peak_flops(self.itemsize), work.matmul_nbytes / stream)
-        return products + work.nbytes * self._fused / stream
+        hardware = self.hardware
+        stream = hardware.memory_rate(self.itemsize)
+        operations = work.matmul / (hardware.peak_flops(self.itemsize) * hardware.matmul) / self._gain
+        operations += work.attention / hardware.attention_flops(self.itemsize)
+        return max(operations, work.matmul_nbytes / stream) + work.nbytes * self._fused / stream
 
     def launching(self, work: Work) -> float:
         """Seconds in which the host gives `work` to the device."""

@@ -212,8 +212,9 @@ def _stage(
 def _stepping(groups: Sequence[Group], strategy: Strategy, hardware: Hardware) -> float:
     if strategy.optimizer == "none":
         return 0.0
-    rate = hardware.host if strategy.offload else hardware.bandwidth * hardware.stream
-    return sum(3 * g.sent.reduced_nbytes + 2 * g.state_nbytes for g in groups if g.sent is not None) / rate
+    rate = hardware.host if strategy.offload else hardware.step_rate
+    launching = hardware.step_launch * sum(len(g.stepped) for g in groups if g.sent is not None)
+    return sum(3 * g.sent.reduced_nbytes + 2 * g.state_nbytes for g in groups if g.sent is not None) / rate + launching
 
 
 def _clock(units: Sequence[Unit], strategy: Strategy, hardware: Hardware) -> Clock:

@@ -20,6 +20,8 @@ from typing import NamedTuple
 
 # NCCL's documented defaults, as in `observe/expected.py`: bytes of a channel's buffer, channels of a communicator.
 COMMUNICATOR_NBYTES = (4 << 20) * 32
+# The share of the bandwidth of messages that a collective reaches, by its kind.
+_SHARES = {"all-to-all": "exchanging", "reduce-scatter": "scattering", "all-reduce": "summing"}
 
 
 @dataclass(frozen=True)
@@ -36,7 +38,10 @@ class Hardware:
     messages. reserved: taken on the device by driver, context and libraries; fragmentation: allowance of the allocator,
     a share. host_memory: of the host, for one device's process; 0 if it is not known. fused: of the bytes that other
     operations read and write, the share that is left where `torch.compile` fuses them. float8: how many times faster
-    linear layers are in float8, with their casts; 0 if the device has none.
+    linear layers are in float8, with their casts; 0 if the device has none. stream2, attention2: as stream and
+    attention, in 16-bit dtypes; 0: the same share. step: the share of the bandwidth that an optimizer's step reaches;
+    0: that of other operations. step_launch: host time of a parameter's step. exchanging, scattering,
+    summing: the shares of `intra_node` and `inter_node` that all-to-all, reduce-scatter and all-reduce reach.
     """
 
     name: str
@@ -69,6 +74,27 @@ class Hardware:
     memory_error: float = 0.0
     fused: float = 1.0
     float8: float = 0.0
+    stream2: float = 0.0
+    attention2: float = 0.0
+    step: float = 0.0
+    step_launch: float = 0.0
+    exchanging: float = 1.0
+    scattering: float = 1.0
+    summing: float = 1.0
+
+    def memory_rate(self, itemsize: int) -> float:
+        """Bytes per second of operations that are no products."""
+        return self.bandwidth * (self.stream2 if itemsize <= 2 and self.stream2 else self.stream)
+
+    @property
+    def step_rate(self) -> float:
+        """Bytes per second of an optimizer's step."""
+        return self.bandwidth * (self.step or self.stream)
+
+    def attention_flops(self, itemsize: int) -> float:
+        """Operations per second of attention."""
+        share = self.attention2 if itemsize <= 2 and self.attention2 else self.attention
+        return self.peak_flops(itemsize) * share
 
     def peak_flops(self, itemsize: int) -> float:
         """Operations per second at most."""
@@ -88,6 +114,8 @@ class Hardware:
         goes to other nodes. `send`: each device sends all of `nbytes` to the next one of the group.
         """
         nodes = -(-ranks * stride // self.node)
+        if kind in _SHARES:
+            nbytes /= getattr(self, _SHARES[kind])
         if kind == "send":
             crosses = nodes > 1
             return nbytes / (self.inter_node if crosses else self.intra_node) + self.latency + self.hop * crosses
@@ -274,6 +302,10 @@ _MAY_BE_0 = (
     "memory_error",
     "float8",
     "margin",
+    "stream2",
+    "attention2",
+    "step",
+    "step_launch",
 )
 
 

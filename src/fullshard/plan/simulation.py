@@ -449,13 +449,14 @@ class Simulation:
         if self.strategy.optimizer != "none" and groups and self.measured:
             written = sum(group.sent.reduced_nbytes + group.state_nbytes for group in groups if group.sent is not None)
             read = sum(group.sent.reduced_nbytes for group in groups if group.sent is not None)
-            rate = hardware.host if offload else hardware.bandwidth * hardware.stream
+            rate = hardware.host if offload else hardware.step_rate
             there = self.host if offload else self.bytes
             begun = self.clock.now
             there.add("optimizer step", "", self._made_in_step(units, groups))
             self._note()
             there.clear("optimizer step", "")
-            self.clock.now += (2 * written + read) / rate
+            launching = hardware.step_launch * sum(len(group.stepped) for group in groups)
+            self.clock.now += (2 * written + read) / rate + launching
             self.found.optimizer_seconds = self.clock.now - begun
         for unit in units:
             self.bytes.clear("gradients of shards", unit.shape.title)
