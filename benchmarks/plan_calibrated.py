@@ -19,7 +19,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
-_STEPS = 12
+_STEPS = 10
 _SMALL = {"model.layers": 6, "model.dim": 256, "training.sequence_length": 256, "training.global_batch": 8}
 _LARGE = {"model.layers": 14, "model.dim": 768, "model.heads": 12, "model.kv_heads": 12, "training.global_batch": 2}
 _LARGE |= {"training.sequence_length": 128, "training.steps": 6}

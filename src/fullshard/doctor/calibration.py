@@ -33,7 +33,7 @@ from fullshard.comm.group import ShardGroup, mesh_links
 _TOKENS, _WIDTH, _HEADS = 1024, 512, 8
 _STEPPED = 1 << 22  # elements that an optimizer steps
 _LARGE, _SMALL = 1 << 23, 1 << 10  # bytes of messages
-_SECONDS = 1.0  # that one measurement takes at least
+_SECONDS = 0.5  # that one measurement takes at least
 
 
 class Messages(NamedTuple):

@@ -71,6 +71,8 @@ def adjusted(plan: Plan, run: Measured) -> tuple[Hardware, list[str]]:
     off = _seconds(plan, hardware) / run.seconds - 1
     if abs(off) > 0.01:
         what = f"compute: the step by these is {off:+.1%} off, its phases do not say why" if said else _ALONE
+        if plan.strategy.pipeline > 1:
+            what = "compute: a plan of a pipeline has no phases, and the step alone does not say what differs"
         hardware = _solved(hardware, _with_compute, lambda found: _seconds(plan, found), run.seconds)
         if abs(_seconds(plan, hardware) / run.seconds - 1) > 0.01:
             what = "messages and compute: messages alone take longer than the step"
