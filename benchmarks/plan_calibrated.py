@@ -5,12 +5,14 @@
     python -m benchmarks.plan_calibrated FOLDER --table               plan all that were run, and print the table
 
 Nothing else may run on the machine meanwhile. A step is the median of those after the first. Each part is what a user
-does: the commands `plan --calibrate`, `train` and `plan`, in processes of their own.
+does: the commands `plan --calibrate`, `train` and `plan`.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import io
 import json
 import shutil
 import subprocess
@@ -18,6 +20,8 @@ import sys
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
+
+from fullshard import cli
 
 _STEPS = 10
 _SMALL = {"model.layers": 6, "model.dim": 256, "training.sequence_length": 256, "training.global_batch": 8}
@@ -35,13 +39,13 @@ class Case(NamedTuple):
 
 CASES = {
     "tiny": Case("0.8 M parameters, the trainer's default", 2, {}),
-    "one": Case("5 M, 1 rank", 1, _SMALL | {"training.global_batch": 4}),
-    "small": Case("5 M", 2, _SMALL),
-    "bf16": Case("5 M, bfloat16", 2, _SMALL | {"sharding.precision.param": "bfloat16"}),
-    "recompute": Case("5 M, recomputed", 2, _SMALL | {"sharding.activation_checkpointing.at": "units"}),
-    "accumulate": Case("5 M, 2 micro-batches", 2, _SMALL | {"training.micro_batch": 2}),
-    "hsdp": Case("5 M, HSDP 2 x 2", 4, _SMALL | {"sharding.data_parallel_replicate_degree": 2}),
-    "tp": Case("5 M, TP 2", 2, _SMALL | {"sharding.parallelism.tensor_parallel_degree": 2}),
+    "one": Case("4.5 M, 1 rank", 1, _SMALL | {"training.global_batch": 4}),
+    "small": Case("4.5 M", 2, _SMALL),
+    "bf16": Case("4.5 M, bfloat16", 2, _SMALL | {"sharding.precision.param": "bfloat16"}),
+    "recompute": Case("4.5 M, recomputed", 2, _SMALL | {"sharding.activation_checkpointing.at": "units"}),
+    "accumulate": Case("4.5 M, 2 micro-batches", 2, _SMALL | {"training.micro_batch": 2}),
+    "hsdp": Case("4.5 M, HSDP 2 x 2", 4, _SMALL | {"sharding.data_parallel_replicate_degree": 2}),
+    "tp": Case("4.5 M, TP 2", 2, _SMALL | {"sharding.parallelism.tensor_parallel_degree": 2}),
     "large": Case("100 M", 2, _LARGE),
 }
 
@@ -88,7 +92,7 @@ def _row(folder: Path, name: str) -> list[str]:
     records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     took = median(record["seconds"] for record in records[1:])
     asked = ["plan", run / "config.toml", "--ranks", case.ranks, "--json", "--hardware"]
-    plans = [json.loads(_command(*asked, hardware)) for hardware in ("cpu", _machine(folder, case.ranks))]
+    plans = [_plan([*asked, hardware]) for hardware in ("cpu", _machine(folder, case.ranks))]
     profile, found = (plan["step_seconds"] for plan in plans)
     return [
         f"{case.says}, {case.ranks} ranks",
@@ -96,6 +100,14 @@ def _row(folder: Path, name: str) -> list[str]:
         f"{found / took - 1:+.0%}",
         f"{1e3 * profile:,.0f}",
     ]
+
+
+def _plan(arguments: list[Any]) -> dict[str, Any]:
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        cli.main([str(argument) for argument in arguments])
+    found: dict[str, Any] = json.loads(said.getvalue())
+    return found
 
 
 def table(rows: list[list[str]]) -> str:

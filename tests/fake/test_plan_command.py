@@ -585,7 +585,9 @@ def test_a_machine_is_measured_by_as_many_processes_and_written(
     names = {"flops2", "flops4", "attention", "bandwidth", "launch", "step", "step_launch", "stream2", "attention2"}
     sent = {"intra_node", "inter_node", "exchanging", "scattering", "summing", "latency", "contention"}
     differ = {f.name for f in fields(found) if getattr(found, f.name) != getattr(base, f.name)}
-    assert differ - {"name", "memory", "stream"} == names | (sent if ranks > 1 else set())
+    # Shares of messages that took less than a short one cannot be told apart, and contention may be none.
+    least = names | ({"intra_node", "inter_node", "latency"} if ranks > 1 else set())
+    assert least <= differ <= names | {"name", "memory", "stream"} | (sent if ranks > 1 else set())
     # A plan by it: what each number is of takes time.
     assert main(["plan", f"{__name__}:program", "--ranks", str(ranks), "--hardware", str(file), "--json"]) == 0
     plan = json.loads(capsys.readouterr().out)

@@ -1,5 +1,5 @@
-"""What one rank of several on this machine reaches: products, attention, other operations, an optimizer's step, and
-messages over gloo.
+"""Measures what one rank of several on this machine reaches: products, attention, other operations, an optimizer's
+step, and messages over gloo.
 
 All ranks measure the same thing at the same time, each with its share of the cores, as in a step. Operations run
 forward and backward with new memory for their results. Bytes are counted as a plan counts them: what each operation
@@ -24,9 +24,8 @@ import torch.multiprocessing as mp
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
+from fullshard._torch import TorchDispatchMode, is_write
 from fullshard.comm.group import ShardGroup, mesh_links
 
 # Tokens and width of what is measured: those of a small model, whose tensors are larger than caches.
@@ -210,14 +209,19 @@ class _Counted(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        inputs = _tensors([args, list((kwargs or {}).values())])
         there = {tensor.untyped_storage().data_ptr() for tensor in inputs}
-        outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
-        made = [tensor for tensor in outputs if tensor.untyped_storage().data_ptr() not in there]
-        if made or func._schema.is_mutable:
+        made = [tensor for tensor in _tensors(result) if tensor.untyped_storage().data_ptr() not in there]
+        if made or is_write(func):
             self.kernels += 1
             self.nbytes += sum(tensor.numel() * tensor.itemsize for tensor in (*inputs, *made))
         return result
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    return [tensor for each in value for tensor in _tensors(each)] if isinstance(value, list | tuple) else []
 
 
 def _seconds(group: ShardGroup, call: Callable[[], object], least: float) -> float:

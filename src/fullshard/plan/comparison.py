@@ -134,8 +134,8 @@ def _by_phases(plan: Plan, run: Measured) -> tuple[Hardware, list[str]]:
 
 
 def _dials(plan: Plan) -> list[Dial]:
-    """What the phases of a run of `plan` can show. Where launches or latencies are most of a part, they are what
-    differs."""
+    """Returns what the phases of a run of `plan` can show. Where launches or latencies are most of a part, they are
+    what differs."""
     found, hardware = plan.simulated, plan.hardware
     known = phases_of(plan)
     launches = hardware.blocking and found.host_bound > _computing(known) / 2
