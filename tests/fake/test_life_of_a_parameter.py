@@ -22,7 +22,8 @@ from torch.distributed.tensor import DTensor
 from fullshard import fully_shard, report
 from fullshard.engine import Executor, unit_of
 from fullshard.observe import record
-from fullshard.schedule import Command, Event, order, rules
+from fullshard.schedule import Command, Event, rules
+from fullshard.schedule import record as records
 from tests.harness.fake import fake_world
 
 DOCUMENT = (Path(__file__).parents[2] / "docs" / "life-of-a-parameter.md").read_text()
@@ -212,9 +213,9 @@ def test_the_functions_and_rules_that_are_named_exist() -> None:
     )
     for _, _, _, _, _, decided, done in documented("moment")[1:-2]:
         name = re.findall(r"`(\w+)`", decided)[0]
-        owner = order if hasattr(order, name) and name.startswith("next_") else rules
+        owner = records if hasattr(records, name) and name.startswith("next_") else rules
         source = inspect.getsource(getattr(owner, name))
-        if owner is order:
+        if owner is records:
             source = inspect.getsource(rules)
             assert name in source
         for number in re.findall(r"\[R\d+\]", decided):
