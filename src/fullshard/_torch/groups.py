@@ -44,8 +44,8 @@ def default_store() -> Any:
 
 
 class StoreConnection:
-    """The store of the default process group on a separate connection. To make it, and each request, raises
-    `RuntimeError` after `seconds` without an answer.
+    """The store of the default process group on a separate connection. Each request raises `RuntimeError` after
+    `seconds` without an answer; so does making it, after 20 s at least.
 
     torch waits for an answer without a limit. If the machine that serves the store loses its power or its network, or
     the process is stopped, nothing closes the connection, and a rank would wait for ever. The kernel ends the wait
@@ -83,10 +83,15 @@ class StoreConnection:
         return ask
 
 
+# The least limit of a first contact. Where more processes start than there are cores it took over three seconds.
+_FIRST_SECONDS = 20.0
+
+
 def _cloned(seconds: float) -> Any:
     """`default_store()`. A silent server accepts the connection, and torch waits for its first answer without end, so
     a thread of its own does it."""
     made: Future[Any] = Future()
+    limit = max(seconds, _FIRST_SECONDS)
     store = cast(Any, distributed_c10d._get_default_store())
 
     def clone() -> None:
@@ -97,9 +102,9 @@ def _cloned(seconds: float) -> Any:
 
     threading.Thread(target=clone, name="fullshard connects to the store", daemon=True).start()
     try:
-        return made.result(seconds)
+        return made.result(limit)
     except TimeoutError:
-        raise RuntimeError(f"expected the store to answer within {seconds:g} s, found that it is silent") from None
+        raise RuntimeError(f"expected the store to answer within {limit:g} s, found that it is silent") from None
 
 
 def _sockets(descriptors: Iterable[int]) -> Iterator[socket.socket]:
