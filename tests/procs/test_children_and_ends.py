@@ -74,7 +74,7 @@ def _holding_locks(rank: int) -> None:
     _step(model)
     watch = watch_module().watch()
     locks = [watch._looking, watch.records._posting, watch.waiting._lock, watch.scope([0, 1]).groups.lock]
-    locks += [watch.scopes_lock, watch_module()._making]
+    locks += [watch.scopes.lock, watch_module()._making]
     held, over = threading.Event(), threading.Event()
 
     def hold() -> None:

@@ -169,6 +169,15 @@ class OwnRecord:
 # ---- watch -----------------------------------------------------------------------------------------------------------
 
 
+class Scopes(dict[tuple[tuple[int, ...], str], Scope]):
+    """The scopes of one process, by their ranks and what sets them apart."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        # Held while one is made, or a fault finds its scope: one that comes meanwhile belongs to it.
+        self.lock = threading.RLock()
+
+
 class Watch:
     """The watch of one process (in tests: of one thread), which is `rank` of the default process group."""
 
@@ -176,9 +185,7 @@ class Watch:
         self.settings = settings
         self.host = Host() if host is None else host
         self.records = Records(store, beside, rank)
-        self.scopes: dict[tuple[tuple[int, ...], str], Scope] = {}
-        # Held while a scope is made, or a fault finds its scope: one that comes meanwhile belongs to it.
-        self.scopes_lock = threading.RLock()
+        self.scopes = Scopes()
         self.waiting = Waits()
         self.own = OwnRecord(self)
         # The reader of the others' records; made once a wait lasts.
@@ -209,7 +216,7 @@ class Watch:
         if list(in_order) != sorted(in_order):
             in_order = tuple(sorted(in_order))
         key = in_order, apart
-        with self.scopes_lock:
+        with self.scopes.lock:
             if key not in self.scopes:
                 if not self.scopes:
                     with store_answers(_FIRST):
@@ -338,7 +345,7 @@ class Watch:
         if fault.kind == "look":
             self.own.look_at(fault.rank, fault.text, now)
             return
-        with self.scopes_lock:
+        with self.scopes.lock:
             known = [scope for scope in self.scopes.values() if scope.name == fault.scope]
             if not known:
                 self._early = [*self._early[-_LATELY:], (fault, now)]
